@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.model import GPTConfig
+from gpt.model import INIT_STD, LAYER_NORM_EPS, VOCAB_MULTIPLE, GPTConfig
 
 # Segments that wrappers (DDP, torch.compile, FSDP, checkpointing) put into parameter names.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -21,7 +21,7 @@ _SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
 # What transformers computes when a key is absent; anything else would be another model than ours.
 _STRICT: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of the tanh form
-    "layer_norm_epsilon": (1e-5,),
+    "layer_norm_epsilon": (LAYER_NORM_EPS,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
@@ -74,14 +74,14 @@ def from_hf(tensors: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tenso
         found = theirs[name]
         if tuple(found.shape) != shape:
             turned = _PROJECTION.fullmatch(name) and tuple(found.shape) == shape[::-1]
-            why = "it lies transposed, not in Hugging Face's layout" if turned else "they must agree"
+            why = "it lies transposed, as no GPT-2 file does" if turned else "they must agree"
             raise ValueError(
                 f"{name} has shape {list(found.shape)} where the config gives {list(shape)}; "
                 f"{why}; use the config.json and the weights of one and the same model"
             )
         state[name] = _turn(name, found).contiguous()
-    pad = -config.vocab_size % 64  # as GPT pads it
     wte = state["wte.weight"]
+    pad = -len(wte) % VOCAB_MULTIPLE
     state["wte.weight"] = torch.cat([wte, wte.new_zeros(pad, config.n_embd)])
     return state
 
@@ -103,7 +103,7 @@ def hf_config(config: GPTConfig, eot: int | None) -> dict[str, Any]:
         "resid_pdrop": config.resid_dropout,
         "bos_token_id": eot,
         "eos_token_id": eot,
-        "initializer_range": 0.02,
+        "initializer_range": INIT_STD,
         **{key: allowed[0] for key, allowed in _STRICT.items() if allowed[0] is not None},
     }
 
@@ -149,6 +149,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
 
 def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a GPT-2 by our name, with its shape in Hugging Face's layout."""
+    assert config.vocab_size is not None, "vocab_size is the tokenizer's by now"
     C = config.n_embd
     shapes: dict[str, tuple[int, ...]] = {
         "wte.weight": (config.vocab_size, C),
