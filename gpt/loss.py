@@ -1,0 +1,87 @@
+"""Next-token loss from hidden states, without ever holding the (B·T, V) logits.
+
+The head's product is the largest tensor of a small GPT-2: 4 windows of 1,024 tokens over 50,304
+columns are 824 MB in float32, several times over in a plain backward. Here rows go through head
+and softmax in chunks, and the chunk's gradients are taken on the spot, while its logits exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt.model import GPT
+
+IGNORE = -1  # a target that is no token: it adds nothing to loss or gradient
+CHUNK_ROWS = 1024
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, dtype: torch.dtype
+    ) -> Tensor:
+        with_grad = any(ctx.needs_input_grad[:2])
+        w = weight.to(dtype)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if with_grad else None
+        d_weight = torch.zeros_like(weight) if with_grad else None
+        for rows in range(0, hidden.shape[0], CHUNK_ROWS):
+            chunk = slice(rows, rows + CHUNK_ROWS)
+            x, target = hidden[chunk].to(dtype), targets[chunk]
+            logits = (x @ w.t()).float()  # [rows, padded V]
+            logits[:, vocab_size:] = float("-inf")
+            log_p = torch.log_softmax(logits, dim=1)
+            counted = target != IGNORE
+            index = target.clamp_min(0).unsqueeze(1)
+            total -= (log_p.gather(1, index).squeeze(1) * counted).sum()
+            if d_hidden is not None and d_weight is not None:
+                # d loss / d logits = softmax − one-hot, and zero where nothing is to be predicted
+                grad = log_p.exp_()
+                grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0))
+                grad = grad.mul_(counted.unsqueeze(1)).to(dtype)
+                d_hidden[chunk] = grad @ w
+                if dtype == d_weight.dtype:
+                    d_weight.addmm_(grad.t(), x)
+                else:
+                    d_weight += grad.t() @ x
+        if d_hidden is not None and d_weight is not None:
+            ctx.save_for_backward(d_hidden, d_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        d_hidden, d_weight = ctx.saved_tensors
+        (scale,) = grad_outputs
+        return d_hidden * scale, d_weight * scale, None, None, None
+
+
+def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Sum of −log p(target) in nats, float32.
+
+    hidden [N, C], weight [padded V, C], targets int64 [N] (−1: not counted) → scalar. Columns from
+    `vocab_size` on are padding: no probability, no gradient. Under autocast the products run in
+    its dtype, softmax and sum in float32 always.
+    """
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    with torch.autocast(device, enabled=False):
+        out: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size, dtype)
+    return out
+
+
+class NextTokenLoss(nn.Module):
+    """model, (x, y) → summed loss. A module of its own, since DDP hooks into a module's forward."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.model.trunk(x)  # [B, T, C]
+        return cross_entropy_sum(
+            hidden.flatten(0, 1), self.model.wte.weight, y.flatten(), self.model.vocab_size
+        )

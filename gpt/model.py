@@ -1,0 +1,217 @@
+"""GPT-2: token ids → logits.
+
+The architecture of Radford et al. 2019 ("Language Models are Unsupervised Multitask Learners")
+and nothing else: learned token and position embeddings, pre-norm blocks, causal multi-head
+attention, tanh GELU, biases everywhere, and a head tied to the token embedding. Modules carry
+GPT-2's own names, so a checkpoint reads like the original.
+
+Shape letters: B batch, T time, C channels (n_embd), H heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+INIT_STD = 0.02
+LAYER_NORM_EPS = 1e-5
+VOCAB_MULTIPLE = 64
+
+
+@dataclass(kw_only=True, slots=True)
+class GPTConfig:
+    """A GPT-2's shape. `vocab_size` None means the tokenizer's; it is filled in before building."""
+
+    block_size: int
+    vocab_size: int | None
+    n_layer: int
+    n_head: int
+    n_embd: int
+    embd_dropout: float
+    attn_dropout: float
+    resid_dropout: float
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} is not positive; "
+                    f"there is no such model; set it to 1 or more"
+                )
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(
+                f"model.vocab_size={self.vocab_size} is not positive; "
+                "there is nothing to predict; leave it null to take the tokenizer's"
+            )
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}; "
+                "every head needs the same whole number of channels; change one of the two"
+            )
+        for name in ("embd_dropout", "attn_dropout", "resid_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} is not a probability below 1; "
+                    "it is the share of values set to zero; choose one from 0 to 0.99"
+                )
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Causal attention written out: scores, scale, mask, softmax, dropout, blend.
+
+    q, k, v: [B, H, T, D] → [B, H, T, D]. Softmax(QKᵀ/√D)V of Vaswani et al. 2017, eq. 1, with
+    the causal mask of section 3.2.3. Holds T × T numbers a head: to be read and compared with.
+    """
+    T, D = q.shape[-2:]
+    scores = q @ k.transpose(-2, -1)  # [B, H, T, T]: row i asks, column j answers
+    scores = scores / math.sqrt(D)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(future, float("-inf"))
+    weights = torch.softmax(scores, dim=-1)
+    weights = F.dropout(weights, dropout)
+    return weights @ v
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig, attention: str) -> None:
+        super().__init__()
+        C = config.n_embd
+        self.c_attn = nn.Linear(C, 3 * C)
+        self.c_proj = nn.Linear(C, C)
+        self.n_head = config.n_head
+        self.attn_dropout = config.attn_dropout
+        self.resid_dropout = nn.Dropout(config.resid_dropout)
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (
+            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # [B, H, T, D]
+            for part in self.c_attn(x).split(C, dim=2)
+        )
+        # SDPA drops whatever the module's mode is, so the mode is looked at here.
+        dropout = self.attn_dropout if self.training else 0.0
+        if self.attention == "flash":
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        else:
+            y = reference_attention(q, k, v, dropout)
+        y = y.transpose(1, 2).reshape(B, T, C)
+        out: Tensor = self.resid_dropout(self.c_proj(y))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.resid_dropout = nn.Dropout(config.resid_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # GPT-2 was trained with the tanh form (Hendrycks & Gimpel 2016); the erf form differs.
+        out: Tensor = self.resid_dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, attention: str) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=LAYER_NORM_EPS)
+        self.attn = CausalSelfAttention(config, attention)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=LAYER_NORM_EPS)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class GPT(nn.Module):
+    """GPT-2. `model(idx)` maps ids [B, T] to logits [B, T, V].
+
+    `attention`: "flash" (scaled_dot_product_attention) or "reference" (written out); the
+    parameters are the same. Weights are random until loaded: call `init_weights(seed)` first.
+    """
+
+    def __init__(self, config: GPTConfig, attention: str = "flash") -> None:
+        super().__init__()
+        assert config.vocab_size is not None, "vocab_size is the tokenizer's by now"
+        assert attention in ("flash", "reference"), attention
+        self.config = config
+        self.vocab_size = config.vocab_size
+        # Matrix units want a round number of rows; nobody outside sees the added ones.
+        self.padded_vocab_size = -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.wte = nn.Embedding(self.padded_vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.embd_dropout = nn.Dropout(config.embd_dropout)
+        self.h = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=LAYER_NORM_EPS)
+        self.init_weights(seed=0)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """GPT-2's initialisation, a function of the seed alone (drawn on the parameters' device).
+
+        N(0, 0.02) for matrices and both tables, zero biases; the projections that write into the
+        residual stream are scaled by 1/√(2·n_layer) (Radford et al. 2019, section 2.3).
+        """
+        generator = torch.Generator(self.wte.weight.device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0)
+            else:
+                residual = name.endswith("c_proj.weight")
+                std = INIT_STD / math.sqrt(2 * self.config.n_layer) if residual else INIT_STD
+                parameter.normal_(0.0, std, generator=generator)
+        self.wte.weight[self.vocab_size :] = 0.0
+
+    def trunk(self, idx: Tensor) -> Tensor:
+        """Everything below the head: ids [B, T] → [B, T, C], after the final norm.
+
+        Raises ValueError where T is longer than the position table.
+        """
+        T = idx.shape[1]
+        if self.config.block_size < T:
+            raise ValueError(
+                f"the input has {T} tokens and the model {self.config.block_size} positions; "
+                "GPT-2 knows no position past its table; cut the input on the left"
+            )
+        x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))  # [B, T, C]
+        x = self.embd_dropout(x)
+        for block in self.h:
+            x = block(x)
+        out: Tensor = self.ln_f(x)
+        return out
+
+    def head(self, x: Tensor) -> Tensor:
+        """Hidden states [..., C] → logits [..., V], by the token embedding (tied weights)."""
+        return F.linear(x, self.wte.weight[: self.vocab_size])
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return self.head(self.trunk(idx))
+
+    @torch.no_grad()
+    def crop_block_size(self, block_size: int) -> None:
+        """Keep the first `block_size` positions. Raises ValueError on an attempt to grow."""
+        if not 1 <= block_size <= self.config.block_size:
+            raise ValueError(
+                f"block_size={block_size} is not within the model's {self.config.block_size} "
+                f"positions; a position table can be cut, not grown; choose at most "
+                f"{self.config.block_size}"
+            )
+        self.config.block_size = block_size
+        self.wpe = nn.Embedding.from_pretrained(self.wpe.weight[:block_size].clone(), freeze=False)
+
+    def n_params(self) -> int:
+        """Parameters as published: tied ones once, padding not at all."""
+        padding = (self.padded_vocab_size - self.vocab_size) * self.config.n_embd
+        return sum(p.numel() for p in self.parameters()) - padding
