@@ -131,9 +131,10 @@ def choose(
         return logits.argmax(-1)  # the first of equals, whatever the seed
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # 0 at most: no overflow
-    probs = filter_logits(logits, top_k, top_p).softmax(-1)
-    draws = [torch.multinomial(p, 1, generator=g) for p, g in zip(probs, generators, strict=True)]
-    return torch.cat(draws)
+    cdf = filter_logits(logits, top_k, top_p).double().softmax(-1).cumsum(-1)  # [B, V]
+    u = torch.cat([torch.rand(1, dtype=torch.float64, generator=g) for g in generators])[:, None]
+    # The first id whose cumulated probability exceeds u < 1; one of probability 0 never is.
+    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).squeeze(-1)
 
 
 class _Context:
