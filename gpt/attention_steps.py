@@ -75,9 +75,7 @@ def queries_keys(
     return q, k, q @ k.mT
 
 
-def values(
-    x: torch.Tensor, w_v: torch.Tensor, b_v: torch.Tensor | float = 0.0
-) -> torch.Tensor:
+def values(x: torch.Tensor, w_v: torch.Tensor, b_v: torch.Tensor | float = 0.0) -> torch.Tensor:
     """Step 4b, values: what a token hands over to those that look at it.
 
     x [..., T, d_in], w_v [d_in, d_v], b_v [d_v] -> V [..., T, d_v].
