@@ -209,7 +209,7 @@ def _batches(
         if not text or text.isspace():
             skipped["blank"] += 1
             continue
-        split = split_of(name, config)
+        split = split_of(name, config.val_fraction, config.split_seed)
         counts[split].documents += 1
         counts[split].bytes += len(text.encode("utf-8", "replace"))
         batch.texts[split].append(text)
@@ -220,11 +220,11 @@ def _batches(
     yield batch
 
 
-def split_of(document: str, config: DataConfig) -> str:
+def split_of(document: str, val_fraction: float, split_seed: int) -> str:
     """The split of a document: a hash of (split seed, document id) against val_fraction."""
-    key = f"{config.split_seed}:{document}".encode("utf-8", "surrogateescape")
+    key = f"{split_seed}:{document}".encode("utf-8", "surrogateescape")
     draw = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64
-    return "val" if draw < config.val_fraction else "train"
+    return "val" if draw < val_fraction else "train"
 
 
 def _unfit(counts: dict[str, Counts], val_fraction: float) -> str:

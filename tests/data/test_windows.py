@@ -1,0 +1,163 @@
+import numpy as np
+import pytest
+import torch
+
+from data.windows import Windows, _permute
+from tests.data.conftest import ramp, write_shards
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(n, block_size=32, stride=None, seed=1, shard_tokens=1_000_000, split="train"):
+        folder = write_shards(tmp_path / f"{n}-{shard_tokens}", ramp(n), ramp(n), shard_tokens)
+        return Windows(folder, split, block_size, stride, seed)
+
+    return make
+
+
+@pytest.mark.parametrize("n", [*range(1, 40), 1000, 4099])
+def test_the_permutation_holds_every_place_once_and_depends_on_its_key(n):
+    orders = []
+    for key in (1, 2):
+        order = _permute(np.arange(n), n, np.full(n, key, np.uint64))
+        assert np.array_equal(np.sort(order), np.arange(n))
+        orders.append(order)
+    assert n < 8 or not np.array_equal(*orders)
+
+
+def test_small_permutations_are_all_about_as_likely():
+    seen = {}
+    for key in range(2400):
+        order = tuple(_permute(np.arange(4), 4, np.full(4, key * 7919, np.uint64)))
+        seen[order] = seen.get(order, 0) + 1
+    assert len(seen) == 24  # 100 of each, standard deviation 10
+    assert min(seen.values()) > 60 and max(seen.values()) < 140
+
+
+def test_every_epoch_visits_every_window_once_in_an_order_of_its_own(make):  # T07
+    w = make(10 * 32 + 1)
+    assert len(w) == 10
+    orders = [w.starts(10 * epoch, 10) for epoch in range(4)]
+    for epoch, order in enumerate(orders):
+        phase = set((order % 32).tolist()) if epoch == 0 else None
+        assert len(set(order.tolist())) == 10
+        if epoch == 0:
+            assert phase == {0}
+            assert set(order.tolist()) == {32 * i for i in range(10)}
+    places = [np.argsort(np.argsort(order)).tolist() for order in orders]
+    assert len({tuple(p) for p in places}) == 4
+
+
+def test_later_epochs_start_at_their_own_phase(make):
+    """Window i of epoch e is at phase_e + i*stride, so an epoch's starts lie a stride apart."""
+    w = make(100_000, block_size=50, stride=50)
+    phases = []
+    for epoch in range(6):
+        order = np.sort(w.starts(len(w) * epoch, len(w)))
+        steps = set(np.diff(order).tolist())
+        # one more step where the stream's end falls between two windows
+        assert 50 in steps and len(steps) <= 3
+        phases.append(int(w.starts(len(w) * epoch, len(w)).min()) if epoch else int(order[0]))
+    assert phases[0] == 0
+    assert len(set(phases)) > 3
+
+
+def test_a_step_reads_the_same_windows_whoever_asks_and_when(make):  # T09
+    """Starts depend on the position alone: resuming at 9, at 10 (an epoch's border), or never."""
+    w = make(10 * 32 + 1)
+    straight = w.starts(0, 30)
+    for cut in (9, 10, 11, 20):
+        other = make(10 * 32 + 1)
+        resumed = np.concatenate([other.starts(0, cut), other.starts(cut, 30 - cut)])
+        assert np.array_equal(resumed, straight)
+    assert np.array_equal([w.starts(p, 1)[0] for p in range(30)], straight)
+
+
+def test_seed_changes_the_order_and_nothing_else(make):
+    a, b = make(3201, seed=1).starts(0, 100), make(3201, seed=2).starts(0, 100)
+    assert not np.array_equal(a, b)
+    assert set(a.tolist()) == set(b.tolist())
+
+
+def test_x_and_y_show_their_offsets_across_shards_and_round_the_end(make):
+    n = 331
+    w = make(n, block_size=16, stride=5, shard_tokens=50)
+    starts = w.starts(0, 3 * len(w))
+    assert starts.dtype == np.int64 and starts.min() >= 0 and starts.max() < n
+    x, y = w.batch(starts)
+    assert x.dtype == y.dtype == torch.int64
+    assert x.shape == y.shape == (len(starts), 16)
+    expected = (starts[:, None] + np.arange(17)) % n
+    assert np.array_equal(x, expected[:, :-1])
+    assert np.array_equal(y, expected[:, 1:])
+    assert (starts + 17 > n).any()  # some did wrap
+
+
+def test_shards_do_not_change_what_is_read(make):
+    whole, pieces = make(1000), make(1000, shard_tokens=33)
+    starts = whole.starts(0, 80)
+    assert np.array_equal(starts, pieces.starts(0, 80))
+    for a, b in zip(whole.batch(starts), pieces.batch(starts), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("n", [33, 34, 64, 65, 66, 321, 330])
+def test_windows_of_an_epoch_cover_the_stream(make, n):
+    """ceil((N-1)/T) windows, every token a target at least once; no tail is skipped."""
+    w = make(n)
+    assert len(w) == -(-(n - 1) // 32)
+    _, y = w.batch(w.starts(0, len(w)))
+    assert set(y.flatten().tolist()) >= set(range(1, n))
+
+
+@pytest.mark.parametrize("shard_tokens", [1_000_000, 50])
+@pytest.mark.parametrize("n", [10 * 32 + 1, 10 * 32 + 7])
+def test_evaluation_targets_each_token_but_the_first_once(make, n, shard_tokens):  # D06
+    w = make(n, shard_tokens=shard_tokens, split="val")
+    assert w.n_tokens == n
+    assert w.n_eval == -(-(n - 1) // 32)
+    x, y = w.eval_batch(np.arange(w.n_eval))
+    real = y >= 0
+    assert int(real.sum()) == n - 1  # the denominator of the mean: 320 for the first
+    assert torch.equal(y[real], x[real] + 1)
+    assert torch.equal(y[real], torch.arange(1, n))
+    assert (x[~real] == 0).all()
+    assert torch.equal(w.eval_batch(np.array([3]))[0][0], torch.arange(96, 128))
+    with pytest.raises(IndexError):
+        w.eval_batch(np.array([w.n_eval]))
+
+
+def test_positions_go_on_for_ever(make):  # D08
+    """50 steps on data for 3: windows never run out, and each further epoch holds all of them."""
+    w = make(3 * 32 + 1)
+    starts = w.starts(0, 50)
+    assert len(starts) == 50
+    firsts = [sorted((starts[i : i + 3] // 32).tolist()) for i in range(0, 48, 3)]
+    assert firsts[0] == [0, 1, 2]
+    assert all(len(set(starts[i : i + 3].tolist())) == 3 for i in range(0, 48, 3))
+
+
+def test_big_positions_do_not_overflow(make):
+    w = make(10 * 32 + 1)
+    starts = w.starts(10 * 2**55, 10)
+    assert len(set(starts.tolist())) == 10
+    assert starts.min() >= 0
+
+
+def test_a_split_shorter_than_a_window_is_refused_with_both_numbers(make):  # D04
+    for split in ("train", "val"):
+        with pytest.raises(ValueError, match=rf"the {split} split .* has 32 tokens.* needs 33"):
+            make(32, split=split)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
+    ids = ramp(1000)
+    write_shards(tmp_path, ids, ids, n_vocab=999)
+    with pytest.raises(ValueError, match="token id 999, beyond the vocabulary of 999"):
+        Windows(tmp_path, "train", 32)
+
+
+def test_a_split_without_shards_is_refused(tmp_path):
+    write_shards(tmp_path, ramp(100), ramp(0))
+    with pytest.raises(ValueError, match="val split .* has 0 tokens"):
+        Windows(tmp_path, "val", 32)
