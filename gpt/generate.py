@@ -1,6 +1,5 @@
 """Sampling: a prompt -> new ids. Each sample's randomness is a function of (seed, sample index)."""
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 
@@ -8,6 +7,7 @@ import torch
 from torch import Generator, Tensor
 
 from gpt.model import GPT
+from gpt.runtime import seed_of
 
 # Below this, logits that differ at all differ by more than the temperature can bridge; exact ties
 # (common in bfloat16) must not make a temperature of 1e-8 random where 0 is not.
@@ -88,8 +88,7 @@ def check_settings(temperature: float, top_k: int | None, top_p: float | None) -
 
 def sample_generator(seed: int, sample: int) -> Generator:
     """A CPU generator of its own for each sample of each seed."""
-    digest = hashlib.blake2b(f"sample {seed} {sample}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.Generator().manual_seed(seed_of("sample", seed, sample))
 
 
 def filter_logits(logits: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:

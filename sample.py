@@ -1,0 +1,297 @@
+"""Text from a trained GPT-2:  python sample.py [RUN | CHECKPOINT | HF_FOLDER] [--prompt TEXT]
+
+Standard output carries the text and nothing else; what was loaded, the seed and notices go to
+standard error. Without a positional argument the newest run is taken, without a prompt the model
+starts a document of its own.
+"""
+
+import argparse
+import codecs
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import torch
+
+from data.tokenizer import Tokenizer, load_tokenizer
+from gpt.checkpoint import load_model, read_state, resolve
+from gpt.generate import check_settings, stream
+from gpt.model import GPT
+from gpt.runtime import Attention, DType, RuntimeConfig
+from gpt.runtime import resolve as resolve_runtime
+
+# Everything that can act on a terminal: C0 but tab and newline, DEL, and C1 (0x9b starts escapes).
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Text:
+    """Iterates over the text of `ids` in pieces that are whole characters, as soon as they are.
+
+    Bytes that are no UTF-8 become U+FFFD; a character still unfinished at the end is left out. The
+    text ends before the first of `stops` to be complete, even one that comes in several tokens:
+    what could be the beginning of one is held back. Afterwards `ids` has what was read, and
+    `stopped` says whether a stop ended it.
+    """
+
+    def __init__(
+        self,
+        ids: Iterator[int],
+        decode_bytes: Callable[[list[int]], bytes],
+        stops: Sequence[str] = (),
+    ) -> None:
+        self.ids: list[int] = []
+        self.stopped = False
+        self._source, self._decode_bytes, self._stops = ids, decode_bytes, stops
+
+    def __iter__(self) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        held = ""
+        for token in self._source:
+            self.ids.append(token)
+            held += decoder.decode(self._decode_bytes([token]))
+            found = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
+            if found:
+                self.stopped = True
+                held = held[: min(found)[1]]
+                break
+            keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+            if len(held) > keep:
+                yield held[: len(held) - keep]
+                held = held[len(held) - keep :]
+        if held:
+            yield held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` could be the beginning of `stop`."""
+    return next(
+        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 2 for what the user can mend, 130 for an interrupt."""
+    try:
+        run(_parse(argv))
+        sys.stdout.flush()
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # `| head` has what it wanted
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    check_settings(args.temperature, args.top_k, args.top_p)
+    prompt, stops = _prompt(args), [_text(stop, "--stop") for stop in args.stop]
+    runtime = resolve_runtime(
+        RuntimeConfig(
+            device=args.device,
+            dtype=DType(args.dtype),
+            compile=False,
+            attention=Attention.flash,
+            deterministic=False,
+        )
+    )
+    folder = resolve(args.checkpoint, Path(os.environ.get("GPT_ROOT", "artifacts")))
+    model = load_model(folder, runtime.device)  # first: it verifies the tokenizer's files too
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.n_vocab != model.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {folder} has {tokenizer.n_vocab} tokens and the model "
+            f"{model.vocab_size}; they belong to different vocabularies; put the tokenizer files "
+            "that the model was trained with into its folder"
+        )
+    seed = secrets.randbelow(2**31) if args.seed is None else args.seed
+    state = read_state(folder) or {}
+    facts = {
+        "checkpoint": str(folder),
+        "step": state.get("step"),
+        "val_loss": state.get("val_loss"),
+    }
+    for line in _notices(facts, seed, runtime.notes if args.dtype != "auto" else []):
+        print(line, file=sys.stderr)
+    ids = tokenizer.encode(prompt) or [tokenizer.eot]
+    if len(ids) > model.config.block_size:
+        print(
+            f"the prompt has {len(ids)} tokens and the context {model.config.block_size}: "
+            "the model sees the end of it",
+            file=sys.stderr,
+        )
+    out = Out(sys.stdout)
+    with runtime.autocast():
+        for sample in range(args.num_samples):
+            text = _sample(model, tokenizer, ids, stops, seed, sample, args)
+            if args.json:
+                new = "".join(text)
+                ended = "eot" if len(text.ids) < args.max_new_tokens else "length"
+                out.json(
+                    {
+                        **facts,
+                        "seed": seed,
+                        "sample": sample,
+                        "prompt": prompt,
+                        "text": prompt + new,
+                        "prompt_tokens": len(ids),
+                        "new_tokens": len(text.ids),
+                        "ended_by": "stop" if text.stopped else ended,
+                    }
+                )
+                continue
+            if sample:
+                out.write("---\n")
+            out.write(prompt)
+            for piece in text:
+                out.write(piece)
+            out.write("\n")
+
+
+def _sample(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    stops: list[str],
+    seed: int,
+    sample: int,
+    args: argparse.Namespace,
+) -> Text:
+    idx = torch.tensor([prompt[-model.config.block_size :]], device=model.wte.weight.device)
+    ids = stream(
+        model,
+        idx,
+        args.max_new_tokens,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        seed,
+        eot=tokenizer.eot,
+        sample=sample,
+    )
+    return Text(ids, tokenizer.decode_bytes, stops)
+
+
+class Out:
+    """Standard output: UTF-8 to a file or pipe, byte for byte; on a terminal nothing that acts."""
+
+    def __init__(self, stdout: TextIO) -> None:
+        self.stdout, self.terminal = stdout, stdout.isatty()
+        reconfigure = getattr(stdout, "reconfigure", None)
+        if reconfigure is not None:
+            if not self.terminal:
+                reconfigure(encoding="utf-8", newline="\n")
+            reconfigure(errors="replace")  # for a terminal that lacks a character
+
+    def write(self, text: str) -> None:
+        self.stdout.write(_CONTROL.sub("\ufffd", text) if self.terminal else text)
+        self.stdout.flush()
+
+    def json(self, record: dict[str, Any]) -> None:
+        """An object a line; escaped on a terminal, since JSON leaves C1 controls as they are."""
+        self.stdout.write(json.dumps(record, ensure_ascii=self.terminal) + "\n")
+        self.stdout.flush()
+
+
+def _notices(facts: dict[str, Any], seed: int, notes: list[str]) -> Iterator[str]:
+    known = [f"step {facts['step']}"] if facts["step"] is not None else []
+    if facts["val_loss"] is not None:
+        known.append(f"val loss {facts['val_loss']:.4f}")
+    yield ", ".join([facts["checkpoint"], *known])
+    yield from notes
+    yield f"seed {seed}"
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.stdin:
+        return _utf8(sys.stdin.buffer.read(), "standard input")
+    if args.prompt_file is not None:
+        return _utf8(Path(args.prompt_file).read_bytes(), args.prompt_file)
+    return _text(args.prompt or "", "--prompt")
+
+
+def _text(argument: str, name: str) -> str:
+    """An argument's own bytes as UTF-8, whatever the locale made of them."""
+    return _utf8(os.fsencode(argument), name)
+
+
+def _utf8(raw: bytes, name: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8 at byte {error.start}; the tokenizer reads text; convert it "
+            "to UTF-8 first"
+        ) from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if "expected one argument" in message:
+            message += "; a text that starts with a dash is written as --prompt=TEXT"
+        print(f"error: {message}; see python sample.py --help", file=sys.stderr)
+        sys.exit(2)
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text would stop before the first token")
+    return text
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="sample.py",
+        usage="python sample.py [RUN|CHECKPOINT|HF_FOLDER] [--prompt TEXT | --prompt-file F | -] "
+        "[options]",
+        description="Text from a trained GPT-2, streamed to standard output.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("what", nargs="*", metavar="RUN|CHECKPOINT|HF_FOLDER", help="default: the newest run")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="default: start a document")
+    prompt.add_argument("--prompt-file", metavar="F", help="byte for byte, as - (standard input)")
+    add("--num-samples", type=_count, default=1, metavar="N")
+    add("--max-new-tokens", type=_count, default=200, metavar="N")
+    add("--temperature", type=float, default=0.8, metavar="X", help="0: the likeliest always")
+    add("--top-k", type=int, default=None, metavar="K", help="keep the K likeliest; 0: all")
+    add("--top-p", type=float, default=None, metavar="P", help="keep the likeliest up to P")
+    add("--seed", type=int, default=None, metavar="S", help="default: a new one, printed")
+    add("--stop", type=_stop, action="append", default=[], metavar="TEXT", help="repeatable")
+    add("--device", default="auto", metavar="D", help="auto, cpu, cuda, cuda:N, mps")
+    add("--dtype", choices=[d.value for d in DType], default="auto")
+    add("--json", action="store_true", help="an object a line")
+    args = parser.parse_intermixed_args(argv)
+    args.stdin = "-" in args.what
+    places = [what for what in args.what if what != "-"]
+    if len(args.what) - len(places) > 1 or len(places) > 1:
+        parser.error(f"one checkpoint and one prompt are taken, not {' '.join(args.what)}")
+    if args.stdin and (args.prompt is not None or args.prompt_file is not None):
+        parser.error("argument -: not allowed with --prompt or --prompt-file")
+    args.checkpoint = places[0] if places else None
+    return args
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; nothing was generated; check the path"
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
