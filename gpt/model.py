@@ -139,7 +139,7 @@ class GPT(nn.Module):
     """GPT-2. `model(idx)` maps ids [B, T] to logits [B, T, V].
 
     `attention`: "flash" (scaled_dot_product_attention) or "reference" (written out); the
-    parameters are the same. Weights are random until loaded: call `init_weights(seed)` first.
+    parameters are the same.
     """
 
     def __init__(self, config: GPTConfig, attention: str = "flash") -> None:
@@ -155,7 +155,8 @@ class GPT(nn.Module):
         self.embd_dropout = nn.Dropout(config.embd_dropout)
         self.h = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=LAYER_NORM_EPS)
-        self.init_weights(seed=0)
+        if self.wte.weight.device.type != "meta":  # there, weights are about to be loaded
+            self.init_weights(seed=0)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -1,0 +1,194 @@
+"""The machine a run is on: device, number format, compiler, and the seeding of dropout."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class DType(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Attention(str, Enum):
+    flash = "flash"
+    reference = "reference"
+
+
+@dataclass(kw_only=True, slots=True)
+class RuntimeConfig:
+    device: str
+    dtype: DType
+    compile: Any  # auto, or a boolean: OmegaConf 2.3 fails on merging a union
+    attention: Attention
+    deterministic: bool
+
+    def __post_init__(self) -> None:
+        kind, _, index = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda", "mps") or (index and not index.isdigit()):
+            raise ValueError(
+                f"runtime.device={self.device} is no device; training needs one to run on; "
+                "use auto, cpu, cuda, cuda:N or mps"
+            )
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(
+                f"runtime.compile={self.compile} is none of auto, true, false; "
+                "it says whether torch.compile is used; choose one of the three"
+            )
+
+
+@dataclass(slots=True)
+class Runtime:
+    """What RuntimeConfig came to on this machine. `notes` are lines a user should see."""
+
+    device: torch.device
+    dtype: torch.dtype
+    compile: bool
+    compile_required: bool
+    notes: list[str] = field(default_factory=list)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Matrix products in `dtype`; weights, norms, softmax and the residual in float32."""
+        return torch.autocast(
+            self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32
+        )
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` → CUDA, else MPS, else CPU. On several ranks `cuda` means this rank's own card.
+
+    Raises ValueError where the device is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and torch.backends.mps.is_available():
+            name = "mps"
+    if name.startswith("cuda"):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = int(name.partition(":")[2] or local_rank)
+        if index >= count:
+            raise ValueError(
+                f"runtime.device={name} is not on this machine, which shows {count} CUDA devices; "
+                "training can't start there; use runtime.device=auto or cpu"
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        return device
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(
+            "runtime.device=mps is not on this machine; training can't start there; "
+            "use runtime.device=auto or cpu"
+        )
+    return torch.device(name)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether bf16 products run on the device's own instructions.
+
+    Emulated bf16 on a CPU is a hundred times slower than float32, so support alone won't do.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+    return False
+
+
+def resolve_dtype(config: DType, device: torch.device, notes: list[str]) -> torch.dtype:
+    """The autocast dtype. Raises ValueError where an explicit one can't run on the device."""
+    if config == DType.auto:
+        if has_bfloat16(device):
+            return torch.bfloat16
+        if device.type == "cuda":
+            notes.append("this GPU has no bfloat16: float16 with loss scaling is used")
+            return torch.float16
+        if device.type == "cpu":
+            notes.append(
+                "this processor has no bfloat16 instructions: float32 is used, "
+                "which takes about three times as long"
+            )
+        return torch.float32
+    if config == DType.bfloat16 and device.type != "cpu" and not has_bfloat16(device):
+        raise ValueError(
+            f"runtime.dtype=bfloat16 can't run on {device}; its products would fail or be "
+            "emulated; use runtime.dtype=auto"
+        )
+    if config == DType.bfloat16 and not has_bfloat16(device):
+        notes.append("this processor has no bfloat16 instructions: they are emulated, very slowly")
+    if config == DType.float16 and device.type != "cuda":
+        raise ValueError(
+            f"runtime.dtype=float16 needs a CUDA device and this is {device.type}; its loss "
+            "scaling is for GPUs; use runtime.dtype=auto"
+        )
+    dtype: torch.dtype = getattr(torch, config.value)
+    return dtype
+
+
+def resolve(config: RuntimeConfig, local_rank: int = 0) -> Runtime:
+    """Look at the machine. Raises ValueError for a device or dtype that is not there."""
+    notes: list[str] = []
+    device = resolve_device(config.device, local_rank)
+    dtype = resolve_dtype(config.dtype, device, notes)
+    compile_it = config.compile is True
+    if config.compile == "auto" and device.type != "mps":
+        compiler = os.environ.get("CXX", "g++")
+        compile_it = device.type == "cuda" or any(map(shutil.which, (compiler, "clang++")))
+        if not compile_it:
+            notes.append("no C++ compiler found: running without torch.compile, somewhat slower")
+    if config.deterministic:
+        # cuBLAS reads this when it starts, so before the first product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return Runtime(device, dtype, compile_it, config.compile is True, notes)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the transformer block, once for all layers.
+
+    Not the whole model: a block compiles in seconds where the whole takes half a minute, at
+    about the same speed; and the embedding must stay outside, since its compiled backward adds
+    in any order and the bits of a run would differ from one process to the next.
+    """
+    blocks = model.h
+    assert isinstance(blocks, nn.ModuleList)
+    for block in blocks:
+        block.compile(dynamic=False)
+
+
+def uncompile_blocks(model: nn.Module) -> None:
+    """Back to eager, on a machine where compiling failed."""
+    blocks = model.h
+    assert isinstance(blocks, nn.ModuleList)
+    for block in blocks:
+        block._compiled_call_impl = None
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 63-bit seed as a function of the parts: near parts give unrelated seeds."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_dropout(seed: int, step: int, micro_batch: int) -> None:
+    """Make the dropout of this micro-batch a function of its place in the run.
+
+    `micro_batch` counts over all ranks, so the number of ranks changes nothing. This is why no
+    generator state is ever saved: whatever drew numbers before can't reach past this line.
+    """
+    torch.manual_seed(seed_of("dropout", seed, step, micro_batch))
