@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from gpt.model import GPT
 
 IGNORE = -1  # a target that is no token: it adds nothing to loss or gradient
-CHUNK_ROWS = 1024
+
+
+def _chunk_rows(device: torch.device, dtype: torch.dtype) -> int:
+    """Rows at once. In float32 on a CPU a chunk's logits should stay near the caches; elsewhere
+    each chunk costs a pass over the weight's gradient, so there should be few."""
+    return 256 if device.type == "cpu" and dtype == torch.float32 else 2048
+
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -28,12 +34,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if with_grad else None
         d_weight = torch.zeros_like(weight) if with_grad else None
-        for rows in range(0, hidden.shape[0], CHUNK_ROWS):
-            chunk = slice(rows, rows + CHUNK_ROWS)
+        chunk_rows = min(_chunk_rows(hidden.device, dtype), len(hidden))
+        # Two buffers for all chunks: memory fresh from the system costs as much as the softmax.
+        log_p_buffer = hidden.new_empty(chunk_rows, len(weight), dtype=torch.float32)
+        logits_buffer = hidden.new_empty(chunk_rows, len(weight), dtype=dtype)
+        for rows in range(0, len(hidden), chunk_rows):
+            chunk = slice(rows, rows + chunk_rows)
             x, target = hidden[chunk].to(dtype), targets[chunk]
-            logits = (x @ w.t()).float()  # [rows, padded V]
+            logits = torch.mm(x, w.t(), out=logits_buffer[: len(x)])  # [rows, padded V]
             logits[:, vocab_size:] = float("-inf")
-            log_p = torch.log_softmax(logits, dim=1)
+            log_p = log_p_buffer[: len(x)]
+            torch.log_softmax(logits, dim=1, dtype=torch.float32, out=log_p)
             counted = target != IGNORE
             index = target.clamp_min(0).unsqueeze(1)
             total -= (log_p.gather(1, index).squeeze(1) * counted).sum()
@@ -41,9 +52,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # d loss / d logits = softmax − one-hot, and zero where nothing is to be predicted
                 grad = log_p.exp_()
                 grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0))
-                grad = grad.mul_(counted.unsqueeze(1)).to(dtype)
+                grad.mul_(counted.unsqueeze(1))
+                if dtype != torch.float32:
+                    grad = logits.copy_(grad)
                 d_hidden[chunk] = grad @ w
-                if dtype == d_weight.dtype:
+                if dtype == torch.float32:
                     d_weight.addmm_(grad.t(), x)
                 else:
                     d_weight += grad.t() @ x
