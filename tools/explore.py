@@ -173,7 +173,7 @@ def _source(function: object) -> str:
 
 
 def _label(token: bytes) -> str:
-    """A token as it is shown: spaces and line breaks made visible, bytes that are no text as hex."""
+    """A token as it is shown: spaces and line breaks visible, bytes that are no text as hex."""
     try:
         text = token.decode("utf-8")
     except UnicodeDecodeError:

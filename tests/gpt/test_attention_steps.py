@@ -166,8 +166,10 @@ def test_scaling_changes_little_at_small_d_k_and_much_at_64() -> None:
     assert typical_gradient(scores, 1) < 0.25 * typical_gradient(scores, 64)
     largest_unscaled = steps.scaled_weights(scores, 1).amax(dim=-1)
     largest_scaled = steps.scaled_weights(scores, 64).amax(dim=-1)
-    assert largest_unscaled.mean() > 0.8 and (largest_unscaled > 0.99).float().mean() > 0.25
-    assert largest_scaled.mean() < 0.3 and (largest_scaled > 0.99).sum() == 0
+    assert largest_unscaled.mean() > 0.8
+    assert (largest_unscaled > 0.99).float().mean() > 0.25
+    assert largest_scaled.mean() < 0.3
+    assert (largest_scaled > 0.99).sum() == 0
 
 
 @pytest.mark.parametrize("weigh", [steps.scaled_weights, steps.causal_weights])
@@ -186,7 +188,8 @@ def test_context_stays_in_the_range_of_the_values_dimension_by_dimension(
     q, k, v = qkv(randn(T, C, scale=3.0))
     context = steps.context_vectors(weigh(q @ k.mT, D), v)
     low, high = v.min(dim=0).values, v.max(dim=0).values
-    assert (context >= low - 1e-6).all() and (context <= high + 1e-6).all()
+    assert (context >= low - 1e-6).all()
+    assert (context <= high + 1e-6).all()
     assert context.std() > 0.1
 
 
@@ -419,7 +422,8 @@ def test_heads_are_independent_until_they_are_concatenated() -> None:
         after = steps.multi_head(x, n_head, **changed)
         different = (after != before).any(dim=0)
         assert different[own].any()
-        assert not different[:D].any() and not different[2 * D :].any()
+        assert not different[:D].any()
+        assert not different[2 * D :].any()
     w["w_o"] = head_weights()["w_o"]
     mixed_before = steps.multi_head(x, n_head, **w)
     w["w_q"][:, own] += 0.5

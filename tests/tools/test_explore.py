@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -313,13 +314,19 @@ def test_pointing_at_a_score_shows_it_and_its_mirror(page: Any, model: GPT) -> N
     assert numbers == pytest.approx([scores[5, 2].item(), scores[2, 5].item()], abs=1e-4)
     assert "“,” (5) looks at “·saw” (2)" in text
     # and it lights up: the mirrored cell's frame is drawn, in the colour for it
-    ring = "(([x, y]) => { const c = heats['4-scores'].canvas, r = devicePixelRatio;"
-    ring += " return Array.from(c.getContext('2d').getImageData(x * r, y * r, 1, 1).data) })"
     s = page.evaluate("heats['4-scores'].s")
-    corner = [s["gutter"] + 5 * s["w"] - 1, s["top"] + 2.5 * s["h"]]
-    lit = page.evaluate(f"{ring}({corner})")
+    box = page.locator('[data-matrix="4-scores"] canvas').bounding_box()
+    mirror = {
+        "x": box["x"] + s["gutter"] + 5 * s["w"] - 2,
+        "y": box["y"] + s["top"] + 2 * s["h"] - 2,
+        "width": s["w"] + 4,
+        "height": s["h"] + 4,
+    }
+    lit = page.screenshot(clip=mirror)
     page.hover('[data-matrix="4-scores"] canvas', position={"x": x, "y": y + s["h"]})
-    assert page.evaluate(f"{ring}({corner})") != lit
+    assert page.screenshot(clip=mirror) != lit
+    page.hover('[data-matrix="4-scores"] canvas', position={"x": x, "y": y})
+    assert page.screenshot(clip=mirror) == lit
 
 
 @needs_chromium
@@ -332,10 +339,12 @@ def test_pointing_at_a_token_reads_its_row_as_what_it_takes(page: Any, model: GP
     assert sentence.startswith("“·the” (7) takes ")
     best = int(weights.argmax())
     said = re.search(r"takes (\d+) % from (itself|“[^”]*” \((\d+)\))", sentence)
-    assert said is not None and int(said[1]) == round(100 * weights[best].item())
+    assert said is not None
+    assert int(said[1]) == round(100 * weights[best].item())
     assert (7 if said[2] == "itself" else int(said[3])) == best
     colours = strip.locator(".word").evaluate_all("all => all.map(w => w.style.background)")
-    assert len(set(colours[:8])) > 4 and len(set(colours[8:])) == 1  # the future gives nothing
+    assert len(set(colours[:8])) > 4
+    assert len(set(colours[8:])) == 1
     arcs = strip.locator("svg path").count()
     assert arcs == sum(w >= 0.02 for w in weights[:7].tolist())
     rows = page.evaluate("window.page.state.row")
@@ -348,6 +357,7 @@ def test_everything_is_reached_with_the_keyboard(page: Any) -> None:
     canvas = page.locator('[data-matrix="5-weights"] canvas')
     canvas.focus()
     page.evaluate("window.page.select(3, 2, '5-weights')")
+    wait_until(page, "heats['5-weights'].visible")
     for key, place in [("ArrowDown", (4, 2)), ("ArrowRight", (4, 3)), ("ArrowLeft", (4, 2))]:
         page.keyboard.press(key)
         assert (page.evaluate("[window.page.state.row, window.page.state.column]")) == list(place)
@@ -380,7 +390,8 @@ def test_a_click_in_the_overview_opens_that_head(page: Any) -> None:
     assert maps.count() == 6
     maps.nth(5).click()
     assert page.evaluate("[window.page.state.layer, window.page.state.head]") == [1, 2]
-    assert page.input_value("#layer") == "1" and page.input_value("#head") == "2"
+    assert page.input_value("#layer") == "1"
+    assert page.input_value("#head") == "2"
     assert maps.nth(5).get_attribute("aria-current") == "true"
 
 
@@ -409,9 +420,7 @@ def test_the_figures_of_each_head_against_loops(page: Any, model: GPT) -> None:
         for head in range(3):
             w = ladder(model, layer, head, **AS_TRAINED)["7-weights"].numpy()
             n = range(1, len(ids))
-            after = {
-                i: [j + 1 for j in range(i - 1) if ids[j] == ids[i]] for i in range(len(ids))
-            }
+            after = {i: [j + 1 for j in range(i - 1) if ids[j] == ids[i]] for i in range(len(ids))}
             expected = {
                 "entropy": np.mean([-(w[i, : i + 1] * np.log2(w[i, : i + 1])).sum() for i in n]),
                 "distance": np.mean([sum(w[i, j] * (i - j) for j in range(i)) for i in n]),
@@ -443,7 +452,8 @@ def test_a_head_built_to_be_of_a_kind_is_named_so(page: Any, kind: str) -> None:
         w[i, target] = 1
     js = f"headFigures(matrix({T}, {T}, Float64Array.from({w.flatten().tolist()})), {ids})"
     figures = page.evaluate(js)
-    assert figures["kind"] == kind and figures[kind] == pytest.approx(1.0)
+    assert figures["kind"] == kind
+    assert figures[kind] == pytest.approx(1.0)
     assert figures["entropy"] == pytest.approx(0.0)
 
 
@@ -477,7 +487,8 @@ def test_a_text_that_holds_html_shows_as_text(
     words = page.locator('[data-strip="8-weights"] .word').all_text_contents()
     assert "".join(words[: len(words) // 2]) == HOSTILE.replace(" ", "·")
     assert page.evaluate("window.bad") is None
-    assert page.locator("img").count() == 0 and page.locator("main script").count() == 0
+    assert page.locator("img").count() == 0
+    assert page.locator("main script").count() == 0
     assert page.evaluate("window.page.matrices['7-weights'].rows") == len(words) // 2
     page.context.close()
 
@@ -556,18 +567,20 @@ def test_a_token_that_is_no_text_shows_its_bytes(model: GPT) -> None:
 
 @needs_chromium
 def test_gpt2_small_fits_the_limits(browser: Any, tmp_path: Path) -> None:
-    """24 tokens at GPT-2 small's shape: under 6 MB, open in under 2 s (the best of three)."""
+    """24 tokens at GPT-2 small's shape: under 6 MB, written in under 20 s, open in under 2 s."""
     model = build_model(12, 12, 768, 1024)
     text = " ".join(["the fox saw the dog and ran"] * 4).split()[:24]
+    started = time.perf_counter()
     data = explore.page_data(model, load_tokenizer("gpt2"), " ".join(text))
     assert len(data["ids"]) == 24
     out = tmp_path / "small.html"
     out.write_text(explore.render({**data, "name": "small", "untrained": False}), encoding="utf-8")
+    assert time.perf_counter() - started < 20
     assert out.stat().st_size < 6_000_000
-    times = []
-    for _ in range(3):
+    times = []  # a busy machine is given a few tries
+    while len(times) < 5 and min(times, default=2000) >= 2000:
         page = visit(browser, out)
-        times.append(page.evaluate("performance.now()"))
+        times.append(page.evaluate("performance.getEntriesByName('ready')[0].startTime"))
         assert shown(page, "9-heads").shape == (24, 768)
         page.context.close()
     assert min(times) < 2000
@@ -624,8 +637,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
     except SystemExit as exit_:  # argparse's own
         code = int(exit_.code or 0)
     captured = capsys.readouterr()
-    assert code == 2 and captured.out == "" and not out.exists()
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert code == 2
+    assert captured.out == ""
+    assert not out.exists()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
     assert words in captured.err
 
 
@@ -646,5 +662,6 @@ def test_a_folder_that_is_no_checkpoint_from_the_command_line(tmp_path: Path) ->
         check=False,
     )
     assert ran.returncode == 2
-    assert ran.stderr.startswith("error: ") and ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("error: ")
+    assert ran.stderr.count("\n") == 1
     assert str(tmp_path) in ran.stderr

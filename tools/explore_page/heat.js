@@ -89,7 +89,7 @@ class Heat {
 
   size() {
     const { rows, cols } = this.m;
-    const room = this.figure.clientWidth;
+    const room = this.room;
     const gutter = Math.min(92, Math.max(58, room * 0.16));
     if (this.square) {
       const cell = Math.max(10, Math.min(46, Math.floor((room - gutter - 2) / cols)));
@@ -101,12 +101,13 @@ class Heat {
   }
 
   draw() {
-    if (!this.m || !this.figure.clientWidth || this.table) return;
+    if (!this.m || !this.room || this.table) return;
     const { rows, cols } = this.m;
     const s = (this.s = this.size());
     const ratio = window.devicePixelRatio || 1;
     const width = Math.ceil(s.gutter + cols * s.w + 2), height = Math.ceil(s.top + rows * s.h + 2);
     Object.assign(this.canvas.style, { width: width + "px", height: height + "px" });
+    this.tell();
     if (!this.visible) return; // its place is kept, so that nothing moves when it is drawn
     if (!this.base || this.base.width !== Math.round(width * ratio)) {
       this.base = element("canvas", { width: Math.round(width * ratio), height: Math.round(height * ratio) });
@@ -117,7 +118,6 @@ class Heat {
     c.drawImage(this.base, 0, 0);
     c.scale(ratio, ratio);
     this.overlay(c);
-    this.tell();
   }
 
   paint(c, ratio) {

@@ -7,7 +7,8 @@ function matrix(rows, cols, data = new Float64Array(rows * cols)) {
 }
 
 function unpack(base64, rows, cols) {
-  const bytes = Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
+  const text = atob(base64), bytes = new Uint8Array(text.length);
+  for (let n = 0; n < bytes.length; n++) bytes[n] = text.charCodeAt(n);
   return matrix(rows, cols, new Float32Array(bytes.buffer)); // little-endian, as every browser is
 }
 

@@ -15,7 +15,10 @@ function showNotes(r) {
     for (let i = 0; i < T; i++) for (let j = 0; j < i; j++) most = Math.max(most, Math.abs(m.data[i * T + j] - m.data[j * T + i]));
     return most;
   };
-  const apart = (m, a, b) => Math.sqrt(rowsOf(m)[a].reduce((sum, x, c) => sum + (x - rowsOf(m)[b][c]) ** 2, 0));
+  const apart = (m, a, b) => {
+    const rows = rowsOf(m);
+    return Math.sqrt(rows[a].reduce((sum, x, c) => sum + (x - rows[b][c]) ** 2, 0));
+  };
   const twin = repeatedToken();
   const largest = (m) => meanOf(rowsOf(m).map((row) => Math.max(...row)));
   const future = (m) => meanOf(rowsOf(m).map((row, i) => row.reduce((sum, w, j) => sum + (j > i ? w : 0), 0)));

@@ -9,20 +9,15 @@ const wide = matchMedia("(min-width: 1080px)");
 const LETTER = { previous: "P", first: "F", induction: "I" };
 
 const t = unpack(data.token, T, C), p = unpack(data.position, T, C), sum = add(t, p);
-const layers = data.layers.map((packed) => {
-  let ready = null;
-  return () => (ready ??= {
-    q: unpack(packed.q, T, C), k: unpack(packed.k, T, C), v: unpack(packed.v, T, C),
-    x: unpack(packed.x, T, data.n_out), shared: unpack(packed.shared, T, C),
-    w_o: unpack(packed.w_o, C, data.n_out), b_o: unpack(packed.b_o, 1, data.n_out),
-  });
-});
+const shapes = { x: [T, data.n_out], q: [T, C], k: [T, C], v: [T, C], shared: [T, C],
+  w_o: [C, data.n_out], b_o: [1, data.n_out] };
+const unpacked = data.layers.map(() => ({})); // when first asked for: at opening q and k will do
+const layer = (l, name) => (unpacked[l][name] ??= unpack(data.layers[l][name], ...shapes[name]));
 const asTrained = { positions: true, scaling: true, mask: true, dropout: false };
 const headOf = (m, h) => columns(m, h * D, D);
 
-const trained = layers.map((layer, l) => Array.from({ length: H }, (_, h) => {
-  const { q, k } = layer();
-  const scores = causalMask(scaled(timesTransposed(headOf(q, h), headOf(k, h)), D));
+const trained = data.layers.map((_, l) => Array.from({ length: H }, (_, h) => {
+  const scores = causalMask(scaled(timesTransposed(headOf(layer(l, "q"), h), headOf(layer(l, "k"), h)), D));
   const weights = softmaxRows(scores);
   return { weights, ...headFigures(weights, data.ids) };
 }));
@@ -66,7 +61,8 @@ window.page = page;
 // --- numbers -------------------------------------------------------------------------------
 
 function compute() {
-  const s = page.state, { q, k, v, x, shared, w_o, b_o } = layers[s.layer]();
+  const s = page.state;
+  const [x, q, k, v, shared, w_o, b_o] = Object.keys(shapes).map((name) => layer(s.layer, name));
   const X = s.positions ? sum : t;
   const plain = timesTransposed(X, X), plainWeights = softmaxRows(plain);
   const plainContext = times(plainWeights, X), projected = headOf(shared, s.head);
@@ -111,6 +107,7 @@ const heats = {};
 function showAll() {
   const s = page.state, result = compute();
   page.result = result;
+  for (const heat of Object.values(heats)) heat.room = heat.figure.clientWidth; // all, before any changes
   for (const [id, spec] of Object.entries(result.specs)) {
     page.matrices[id] = spec.m;
     heats[id].set(spec);
@@ -244,17 +241,17 @@ function buildMaps(box, list) {
 
 function drawMaps(box, list, firstLayer) {
   const maps = box.querySelectorAll("button");
+  const shades = Array.from({ length: 256 }, (_, n) => [...palette.rgb("weight", n / 255, 1), 255]);
   list.forEach((heads, row) => heads.forEach((weights, h) => {
-    const map = maps[row * H + h], layer = firstLayer + row, figures = trained[layer][h];
-    map.dataset.layer = layer;
+    const map = maps[row * H + h], l = firstLayer + row, figures = trained[l][h];
+    map.dataset.layer = l;
     const pixels = new ImageData(T, T);
-    weights.data.forEach((w, n) => pixels.data.set([...palette.rgb("weight", Math.min(w, 1), 1), 255], 4 * n));
+    weights.data.forEach((w, n) => pixels.data.set(shades[Math.round(255 * Math.min(w, 1))], 4 * n));
     map.querySelector("canvas").getContext("2d").putImageData(pixels, 0, 0);
     const letter = LETTER[figures.kind] ?? "";
     map.querySelector("small").textContent = list.length > 1 ? letter : `${h} ${letter}`;
-    const name = `Layer ${layer}, head ${h}` +
-      (figures.kind ? `: looks like a ${figures.kind}-token head, ${number(figures[figures.kind])}` : "");
-    map.title = name.replace("induction-token", "n induction").replace("a n ", "an ");
+    const kind = { previous: "a previous-token", first: "a first-token", induction: "an induction" }[figures.kind];
+    map.title = `Layer ${l}, head ${h}` + (kind ? `: looks like ${kind} head, ${number(figures[figures.kind])}` : "");
     map.setAttribute("aria-label", map.title);
   }));
 }
@@ -357,6 +354,7 @@ function start() {
   listen();
   showAll();
   document.documentElement.dataset.ready = "yes";
+  performance.mark("ready");
 }
 
 start();
