@@ -132,17 +132,17 @@ def causal_weights(scores: torch.Tensor, d_k: int) -> torch.Tensor:
     return torch.softmax((scores / d_k**0.5).masked_fill(future, -torch.inf), dim=-1)
 
 
-def keep_mask(T: int, p: float, seed: int, layer: int = 0, head: int = 0) -> torch.Tensor:
+def keep_mask(length: int, p: float, seed: int, layer: int = 0, head: int = 0) -> torch.Tensor:
     """Step 8a, which weights dropout keeps: a hash of (seed, layer, head, i, j), no state.
 
-    -> bool [T, T], each True with probability 1 - p. Whole-number arithmetic modulo 2^32, so
-    that any language gives the same mask. seed in 0 .. 2^32 - 1.
+    length T, 0 <= p < 1, seed 0 .. 2^32 - 1 -> bool [T, T], each True with probability 1 - p.
+    Whole-number arithmetic modulo 2^32, so that any language gives the same mask.
     Training draws its masks from torch's generator; this one is for looking at a mask twice.
     Source of the mixing constants: C. Wellons' "lowbias32" integer hash.
     """
-    i = torch.arange(T)[:, None]
-    j = torch.arange(T)[None, :]
-    h = torch.zeros(T, T, dtype=torch.int64)
+    i = torch.arange(length)[:, None]
+    j = torch.arange(length)[None, :]
+    h = torch.zeros(length, length, dtype=torch.int64)
     for key in (seed, layer, head, i, j):
         h = ((h ^ key) + 0x9E3779B9) & 0xFFFFFFFF  # the sum keeps all-zero keys from staying zero
         h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
@@ -173,6 +173,7 @@ def attention_dropout(
 def multi_head(
     x: torch.Tensor,
     n_head: int,
+    *,
     w_q: torch.Tensor,
     w_k: torch.Tensor,
     w_v: torch.Tensor,

@@ -150,8 +150,10 @@ def _block_inputs(model: GPT, idx: torch.Tensor) -> list[torch.Tensor]:
     """What each block's attention gets: the output of its ln_1, [T, C] each."""
     seen: list[torch.Tensor] = []
     hooks = [
-        block.ln_1.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
-        for block in model.h
+        model.get_submodule(f"h.{n}.ln_1").register_forward_hook(
+            lambda module, inputs, output: seen.append(output[0])
+        )
+        for n in range(model.config.n_layer)
     ]
     try:
         model.trunk(idx[None])

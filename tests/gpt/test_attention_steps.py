@@ -334,7 +334,7 @@ def test_dropout_in_training_is_unbiased_in_the_mean() -> None:
     assert not torch.allclose(dropped[0].sum(dim=-1), torch.ones(T))
 
 
-def keep_mask_in_plain_python(T: int, p: float, keys: tuple[int, ...]) -> list[list[bool]]:
+def keep_mask_in_plain_python(length: int, p: float, keys: tuple[int, ...]) -> list[list[bool]]:
     def mixed(h: int, key: int) -> int:
         h = ((h ^ key) + 0x9E3779B9) % 2**32
         h = ((h ^ (h >> 16)) * 0x7FEB352D) % 2**32
@@ -342,9 +342,9 @@ def keep_mask_in_plain_python(T: int, p: float, keys: tuple[int, ...]) -> list[l
         return h ^ (h >> 16)
 
     mask = []
-    for i in range(T):
+    for i in range(length):
         row = []
-        for j in range(T):
+        for j in range(length):
             h = 0
             for key in (*keys, i, j):
                 h = mixed(h, key)
@@ -558,7 +558,7 @@ def counted_flops(run: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def test_doubling_T_quadruples_the_scoring_work() -> None:
+def test_twice_the_tokens_are_four_times_the_scoring_work() -> None:
     """Counted multiply-adds: scores and context go with T squared, the projections with T."""
     w_q, w_k = randn(2, C, D)
     for n in (64, 128):
@@ -587,7 +587,8 @@ SAMPLE_CALLS = {
     "causal_weights": "causal_weights(torch.randn(3, 3), 4)",
     "keep_mask": "keep_mask(3, 0.5, seed=1)",
     "attention_dropout": "attention_dropout(torch.rand(3, 3), torch.ones(3, 3) > 0, 0.5, True)",
-    "multi_head": "multi_head(torch.randn(3, 8), 2, *(torch.randn(8, 8) for _ in range(4)))",
+    "multi_head": "multi_head(torch.randn(3, 8), 2,"
+    " **{f'w_{m}': torch.randn(8, 8) for m in 'qkvo'})",
     "layer_norm": "layer_norm(torch.randn(3, 8), torch.ones(8), torch.zeros(8))",
     "feed_forward": "feed_forward(torch.randn(3, 8), torch.randn(8, 32), torch.zeros(32),"
     " torch.randn(32, 8), torch.zeros(8))",

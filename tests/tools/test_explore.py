@@ -196,7 +196,9 @@ def ladder(
     w_o, b_o = s[f"h.{layer}.attn.c_proj.weight"].mT, s[f"h.{layer}.attn.c_proj.bias"]
     out = side @ w_o + b_o
     if on["scaling"] and on["mask"] and not on["dropout"]:  # then it is the last step itself
-        torch.testing.assert_close(out, steps.multi_head(normed, H, *w, w_o, *b, b_o))
+        weights = {f"w_{m}": matrix for m, matrix in zip("qkvo", (*w, w_o), strict=True)}
+        biases = {f"b_{m}": bias for m, bias in zip("qkvo", (*b, b_o), strict=True)}
+        torch.testing.assert_close(out, steps.multi_head(normed, H, **weights, **biases))
     plain = steps.self_attention(x if on["positions"] else t)
     own = w[0][:, head * D : (head + 1) * D]
     return one(head) | {
