@@ -262,16 +262,34 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("what", nargs="*", metavar="RUN|CHECKPOINT|HF_FOLDER", help="default: the newest run")
+    add("what", nargs="*", metavar="RUN|CHECKPOINT|HF_FOLDER", help="left out: the newest run")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="default: start a document")
+    prompt.add_argument("--prompt", metavar="TEXT", help="left out: a document starts")
     prompt.add_argument("--prompt-file", metavar="F", help="byte for byte, as - (standard input)")
-    add("--num-samples", type=_count, default=1, metavar="N")
-    add("--max-new-tokens", type=_count, default=200, metavar="N")
-    add("--temperature", type=float, default=0.8, metavar="X", help="0: the likeliest always")
-    add("--top-k", type=int, default=None, metavar="K", help="keep the K likeliest; 0: all")
-    add("--top-p", type=float, default=None, metavar="P", help="keep the likeliest up to P")
-    add("--seed", type=int, default=None, metavar="S", help="default: a new one, printed")
+    add("--num-samples", type=_count, default=1, metavar="N", help="how many texts: %(default)s")
+    add(
+        "--max-new-tokens",
+        type=_count,
+        default=200,
+        metavar="N",
+        help="length of each: %(default)s",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="%(default)s; 0: the likeliest always",
+    )
+    add(
+        "--top-k",
+        type=int,
+        default=50,
+        metavar="K",
+        help="keep the K likeliest: %(default)s; 0: all",
+    )
+    add("--top-p", type=float, metavar="P", help="keep the likeliest up to this probability")
+    add("--seed", type=int, metavar="S", help="left out: a new one, printed")
     add("--stop", type=_stop, action="append", default=[], metavar="TEXT", help="repeatable")
     add("--device", default="auto", metavar="D", help="auto, cpu, cuda, cuda:N, mps")
     add("--dtype", choices=[d.value for d in DType], default="auto")
@@ -290,7 +308,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; nothing was generated; check the path"
-    return " ".join(str(error).split())
+    message = " ".join(str(error).split())
+    return re.sub(r"runtime\.(device|dtype)=", r"--\1 ", message)  # this command's spelling
 
 
 if __name__ == "__main__":

@@ -113,6 +113,8 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
 
     Raises ValueError naming the first key that makes it another model than a strict GPT-2.
     """
+    if not isinstance(values, Mapping):
+        raise ValueError("config.json holds no object; the model's shape is unknown; restore it")
     if values.get("model_type") != "gpt2":
         raise ValueError(
             f"config.json has model_type {values.get('model_type')!r}; only 'gpt2' can be "

@@ -13,6 +13,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from gpt.checkpoint import load_model
 from gpt.huggingface import config_from_hf, from_hf, hf_config, to_hf
 from gpt.model import GPT, GPTConfig
 
@@ -224,6 +225,19 @@ def test_transformers_opens_what_was_saved(tmp_path: Path) -> None:
     assert (theirs.eval()(idx).logits - ours(idx)).abs().max() < 1e-6
 
 
+def test_a_folder_of_transformers_opens_here(tmp_path: Path) -> None:
+    """What fine-tuning of somebody else's weights starts from; in half precision, too."""
+    theirs = random_hf(ODD, seed=5)
+    idx = torch.arange(16)[None]
+    theirs.save_pretrained(tmp_path / "whole")
+    ours = load_model(tmp_path / "whole")
+    assert (theirs(idx).logits - ours(idx)).abs().max() < 1e-5
+    theirs.half().save_pretrained(tmp_path / "half")
+    half = load_model(tmp_path / "half")
+    assert half.wte.weight.dtype == torch.float32
+    assert (theirs.float()(idx).logits - half(idx)).abs().max() < 1e-5
+
+
 # S12
 def test_a_writer_that_keeps_only_the_heads_name(tmp_path: Path) -> None:
     """safetensors' save_model drops one name of the tied pair: the embedding's."""
@@ -295,6 +309,7 @@ def test_config_there_and_back() -> None:
     ("key", "value"),
     [
         ("model_type", "llama"),
+        ("model_type", None),
         ("activation_function", "gelu"),
         ("layer_norm_epsilon", 1e-6),
         ("scale_attn_weights", False),
