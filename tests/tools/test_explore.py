@@ -354,12 +354,35 @@ def test_pointing_at_a_token_reads_its_row_as_what_it_takes(page: Any, model: GP
 
 
 @needs_chromium
+def test_scrolling_under_a_resting_mouse_chooses_nothing(page: Any) -> None:
+    set_state(page, 0, 0, **AS_TRAINED)
+    strip = page.locator('[data-strip="7-weights"] .word').nth(4)
+    strip.hover()
+    page.evaluate("window.page.select(9, null, null)")
+    for _ in range(12):
+        page.evaluate("scrollBy({top: 45, behavior: 'instant'})")
+        page.wait_for_timeout(60)
+    assert page.evaluate("window.page.state.row") == 9
+    # and some browsers report a move that goes nowhere
+    report = (
+        "([x, row]) => document.querySelectorAll('[data-strip=\"7-weights\"] .word')[row]"
+        ".dispatchEvent(new PointerEvent('pointermove', {pointerType: 'mouse', screenX: x}))"
+    )
+    page.evaluate(report, [8, 5])
+    assert page.evaluate("window.page.state.row") == 5
+    page.evaluate("window.page.select(9, null, null)")
+    page.evaluate(report, [8, 2])
+    assert page.evaluate("window.page.state.row") == 9
+
+
+@needs_chromium
 def test_everything_is_reached_with_the_keyboard(page: Any) -> None:
     set_state(page, 0, 0, **AS_TRAINED)
     canvas = page.locator('[data-matrix="5-weights"] canvas')
     canvas.focus()
-    page.evaluate("window.page.select(3, 2, '5-weights')")
+    page.mouse.move(0, 0)
     wait_until(page, "heats['5-weights'].visible")
+    page.evaluate("window.page.select(3, 2, '5-weights')")
     for key, place in [("ArrowDown", (4, 2)), ("ArrowRight", (4, 3)), ("ArrowLeft", (4, 2))]:
         page.keyboard.press(key)
         assert (page.evaluate("[window.page.state.row, window.page.state.column]")) == list(place)
@@ -457,6 +480,16 @@ def test_a_head_built_to_be_of_a_kind_is_named_so(page: Any, kind: str) -> None:
     assert figures["kind"] == kind
     assert figures[kind] == pytest.approx(1.0)
     assert figures["entropy"] == pytest.approx(0.0)
+
+
+@needs_chromium
+def test_a_doubled_token_is_no_induction(page: Any) -> None:
+    """What followed "the" in "the the" is the second "the" itself: looking there is looking at
+    oneself. And of one token nothing can be said."""
+    js = "headFigures(matrix(3, 3, Float64Array.from([1, 0, 0, 0, 1, 0, 0, 0, 1])), [5, 5, 7])"
+    assert page.evaluate(js)["induction"] is None
+    alone = page.evaluate("headFigures(matrix(1, 1, Float64Array.from([1])), [5])")
+    assert set(alone.values()) == {None}
 
 
 @needs_chromium

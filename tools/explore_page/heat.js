@@ -17,6 +17,15 @@ function element(tag, attributes = {}, ...children) {
   return node;
 }
 
+// Whether the mouse itself went there: when the page scrolls under a resting mouse, browsers report
+// a move too, and a choice made with the keyboard would be lost.
+let lastPlace = "";
+function moved(event) {
+  const place = `${event.screenX} ${event.screenY}`, is = event.pointerType === "mouse" && place !== lastPlace;
+  lastPlace = place;
+  return is;
+}
+
 const palette = {
   read() {
     const style = getComputedStyle(document.documentElement);
@@ -60,7 +69,7 @@ class Heat {
     this.readout.setAttribute("role", "status");
     figure.append(this.box, this.legend, this.readout);
     const point = (event) => this.point(event);
-    this.canvas.addEventListener("pointermove", (e) => e.pointerType === "mouse" && point(e));
+    this.canvas.addEventListener("pointermove", (event) => moved(event) && point(event));
     this.canvas.addEventListener("pointerdown", point);
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     new IntersectionObserver(([entry]) => {
@@ -133,7 +142,8 @@ class Heat {
         const rgb = palette.rgb(this.kind, value, this.limit);
         c.fillStyle = palette.css(rgb);
         c.fillRect(x(j), y(i), s.w - gap + (gap ? 0 : 0.5), s.h - gap + (gap ? 0 : 0.5));
-        if (s.w >= 21 && s.h >= 15) {
+        // Small cells hold ".07" but not "−1.83"; a weight of exactly 0 says more as an empty cell.
+        if (s.w >= (this.kind === "signed" ? 24 : 21) && s.h >= 15 && (value !== 0 || this.kind !== "weight")) {
           c.fillStyle = palette.on(rgb);
           c.font = (s.w >= 30 ? "11px " : "9px ") + FONT;
           c.textAlign = "center";

@@ -34,7 +34,7 @@ function showNotes(r) {
       (s.positions ? "." : ", for without positions they are one and the same row.") : ""));
   const least = Math.min(...rowsOf(r.scores3).map((row, i) => row[i]));
   note("3", `Largest difference between a score and its mirror: ${number(asymmetry(r.scores3), 4)}, smallest score of a token with ` +
-    `itself: ${number(least)}. Neither can change with W.`);
+    `itself: ${number(least)}. Whatever W is, the first is 0 and the second not below 0.`);
   note("4", `Largest difference between a score and its mirror: ${number(asymmetry(r.one.scores), 2)}. ` +
     `W_q, W_k and W_v of all ${H} head${H > 1 ? "s" : ""} of a layer: 3 · ${C} · ${C} = ${(3 * C * C).toLocaleString("en")} weights; ` +
     `this head's share are ${D} columns of each.`);

@@ -143,7 +143,7 @@ function buildStrip(strip) {
   data.tokens.forEach((token, i) => {
     const word = element("span", { className: "word", textContent: token });
     word.setAttribute("role", "option");
-    word.addEventListener("pointerenter", (e) => e.pointerType === "mouse" && page.select(i, null, null));
+    word.addEventListener("pointermove", (event) => moved(event) && page.select(i, null, null));
     word.addEventListener("click", () => page.select(i, null, null));
     word.addEventListener("keydown", (event) => {
       const to = { ArrowLeft: i - 1, ArrowRight: i + 1, Home: 0, End: T - 1 }[event.key];
@@ -342,7 +342,7 @@ function listen() {
 
 function start() {
   palette.read();
-  $("#meta").textContent = data.meta;
+  $("#meta").textContent = `${data.name} · ${data.meta}`;
   $("#untrained").hidden = !data.untrained;
   document.title = "Attention, step by step: " + data.name;
   $$("[data-source]").forEach(buildSource);
