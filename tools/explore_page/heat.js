@@ -60,7 +60,9 @@ class Heat {
     this.button = element("button", { type: "button", className: "quiet", textContent: "Numbers" });
     this.button.setAttribute("aria-pressed", "false");
     this.button.onclick = () => this.toggleTable();
-    figure.querySelector("figcaption").append(this.button);
+    const caption = figure.querySelector("figcaption");
+    this.title = element("span", {}, ...caption.childNodes);
+    caption.replaceChildren(this.title, this.button);
     this.canvas = element("canvas", { tabIndex: 0 });
     this.canvas.setAttribute("role", "img");
     this.box = element("div", { className: "canvas-box" }, this.canvas);
@@ -142,8 +144,8 @@ class Heat {
         const rgb = palette.rgb(this.kind, value, this.limit);
         c.fillStyle = palette.css(rgb);
         c.fillRect(x(j), y(i), s.w - gap + (gap ? 0 : 0.5), s.h - gap + (gap ? 0 : 0.5));
-        // Small cells hold ".07" but not "−1.83"; a weight of exactly 0 says more as an empty cell.
-        if (s.w >= (this.kind === "signed" ? 24 : 21) && s.h >= 15 && (value !== 0 || this.kind !== "weight")) {
+        // Small cells hold ".07" but not "−1.83"; a weight that rounds to 0 says more when left out.
+        if (s.w >= (this.kind === "signed" ? 24 : 21) && s.h >= 15 && (value >= 0.005 || this.kind !== "weight")) {
           c.fillStyle = palette.on(rgb);
           c.font = (s.w >= 30 ? "11px " : "9px ") + FONT;
           c.textAlign = "center";
@@ -239,7 +241,7 @@ class Heat {
     }
     if (this.readout.textContent !== text) this.readout.textContent = text;
     this.canvas.setAttribute("aria-label",
-      `${this.figure.querySelector("figcaption").firstChild.textContent.trim()}, ${rows} by ${cols}. ` +
+      `${this.title.textContent}, ${rows} by ${cols}. ` +
       "Arrow keys move from cell to cell; the button Numbers gives a table.");
   }
 

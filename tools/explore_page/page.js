@@ -175,9 +175,10 @@ function showStrip(strip) {
   const most = [...row.keys()].sort((a, b) => row[b] - row[a]).slice(0, 3).filter((j) => row[j] > 0);
   const parts = most.map((j) => `${percent(row[j])} from ${j === i ? "itself" : page.quoted(j)}`);
   const rest = row.reduce((a, b) => a + b, 0) - most.reduce((a, j) => a + row[j], 0);
-  strip.querySelector(".takes").textContent = parts.length
+  const where = strip.classList.contains("large") ? `Layer ${page.state.layer}, head ${page.state.head}: ` : "";
+  strip.querySelector(".takes").textContent = where + (parts.length
     ? `${page.quoted(i)} takes ${parts.join(", ")}` + (rest > 0.005 ? `, ${percent(rest)} from the others.` : ".")
-    : `${page.quoted(i)} takes nothing: all its weights were dropped.`;
+    : `${page.quoted(i)} takes nothing: all its weights were dropped.`);
   if ("arcs" in strip.dataset) drawArcs(strip, words, row, i);
 }
 
