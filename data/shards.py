@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import BufferedRandom
 from pathlib import Path
@@ -10,24 +11,33 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
+HEADER = 128  # bytes before the ids of an .npy file
 _CHECKED_AT_START = 1 << 24  # ids of a split that are looked at before training begins
 
 
 @dataclass(kw_only=True, slots=True)
 class Shard:
+    """One array of ids. Where `offset` is set the ids lie there in the file, a token file of
+    another maker; `sha256` is then the hash of the ids. `dtype`: theirs, if not the manifest's."""
+
     file: str
     split: str
     tokens: int
     sha256: str
+    stream: int = 0
+    offset: int | None = None
+    dtype: str | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class Manifest:
     """What a folder of shards holds. `request` is what was asked for, and decides reuse.
 
-    `split` says how validation was chosen; `skipped` counts documents left out, by reason.
+    `split` says how validation was chosen; `skipped` and `repaired` count documents by reason;
+    `lengths[k]` documents have 2^k to 2^(k+1) - 1 tokens, separator included. `weights` are the
+    windows that each stream of a mixture has in a period; [1] where there is one stream.
     """
 
     format: int
@@ -46,6 +56,9 @@ class Manifest:
     train_tokens: int
     val_tokens: int
     skipped: dict[str, int]
+    repaired: dict[str, int]
+    lengths: list[int]
+    weights: list[int]
     shards: list[Shard]
 
     @property
@@ -54,20 +67,42 @@ class Manifest:
         digest = hashlib.sha256(self.tokenizer_sha256.encode())
         for shard in self.shards:
             digest.update(f"\n{shard.split} {shard.tokens} {shard.sha256}".encode())
+            if len(self.weights) > 1:
+                digest.update(f" {shard.stream}/{self.weights}".encode())
         return digest.hexdigest()
 
     def of(self, split: str) -> list[Shard]:
         return [shard for shard in self.shards if shard.split == split]
 
+    @property
+    def kept(self) -> int:
+        return self.train_documents + self.val_documents
+
 
 class ShardWriter:
-    """Writes one split's ids into shards of `shard_tokens`, the last one shorter."""
+    """Writes one split's ids into shards of `shard_tokens`, the last one shorter.
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
+    `done` and `open_tokens` take up an earlier writer's work: what lies beyond them is dropped.
+    Raises ValueError where less than that is there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype[Any],
+        shard_tokens: int,
+        done: Sequence[Shard] = (),
+        open_tokens: int = 0,
+    ) -> None:
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
-        self.shards: list[Shard] = []
+        self.shards = list(done)
+        self.open_tokens = open_tokens
         self._file: BufferedRandom | None = None
-        self._tokens = 0  # in the open shard
+        for path in sorted(folder.glob(f"{split}_*.npy"))[len(self.shards) + bool(open_tokens) :]:
+            path.unlink()
+        if open_tokens:
+            self._file = _reopen(self._path(), HEADER + open_tokens * dtype.itemsize)
 
     def append(self, ids: np.ndarray) -> None:
         """Write `ids`, any integers that fit the dtype: [n]."""
@@ -75,39 +110,68 @@ class ShardWriter:
             if self._file is None:
                 self._file = self._path().open("wb+")
                 self._header()
-            part = ids[: self.shard_tokens - self._tokens]
+            part = ids[: self.shard_tokens - self.open_tokens]
             self._file.write(part.astype(self.dtype, casting="unsafe").data)
-            self._tokens += len(part)
+            self.open_tokens += len(part)
             ids = ids[len(part) :]
-            if self._tokens == self.shard_tokens:
+            if self.open_tokens == self.shard_tokens:
                 self._close_shard()
 
+    def sync(self) -> None:
+        """Bring what was appended to the disk."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
     def close(self) -> list[Shard]:
+        """Finish the last shard."""
         if self._file is not None:
             self._close_shard()
         return self.shards
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:  # left by an error: what is there may be gone on from
+            self._file.close()
 
     def _path(self) -> Path:
         return self.folder / f"{self.split}_{len(self.shards):05d}.npy"
 
     def _header(self) -> None:
-        # NumPy leaves room in the header for the first axis to grow, so its size stays
         assert self._file is not None
         self._file.seek(0)
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self._tokens,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
+        write_header(self._file, self.dtype, self.open_tokens)
 
     def _close_shard(self) -> None:
         assert self._file is not None
         self._header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.sync()
         self._file.seek(0)
         sha256 = hashlib.file_digest(self._file, "sha256").hexdigest()
         self._file.close()
         name = self._path().name
-        self.shards.append(Shard(file=name, split=self.split, tokens=self._tokens, sha256=sha256))
-        self._file, self._tokens = None, 0
+        self.shards.append(
+            Shard(file=name, split=self.split, tokens=self.open_tokens, sha256=sha256)
+        )
+        self._file, self.open_tokens = None, 0
+
+
+def write_header(file: BufferedRandom, dtype: np.dtype[Any], tokens: int) -> None:
+    """NumPy's header of an array of so many ids. It leaves room for growth, so its size stays."""
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (tokens,)}
+    np.lib.format.write_array_header_1_0(file, header)
+    assert file.tell() == HEADER
+
+
+def _reopen(path: Path, size: int) -> BufferedRandom:
+    if not path.is_file() or path.stat().st_size < size:
+        raise ValueError(f"{path} is shorter than the {size} bytes that were written to it")
+    file = path.open("rb+")
+    file.truncate(size)
+    file.seek(size)
+    return file
 
 
 def dtype_for(n_vocab: int) -> np.dtype[Any]:
@@ -148,20 +212,51 @@ def load_manifest(folder: str | Path) -> Manifest:
 
 def open_shards(folder: str | Path, manifest: Manifest, split: str) -> list[np.ndarray]:
     """The split's shards, memory-mapped: arrays [tokens]. ValueError where one is not as said."""
-    arrays = []
-    for shard in manifest.of(split):
+    return [open_shard(folder, shard, manifest.dtype) for shard in manifest.of(split)]
+
+
+def open_shard(folder: str | Path, shard: Shard, dtype: str) -> np.ndarray:
+    path = Path(folder) / shard.file
+    try:
+        if shard.offset is not None:
+            mapped = np.memmap(path, np.dtype(shard.dtype), "r", shard.offset, (shard.tokens,))
+            return np.asarray(mapped)
+        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as e:
+        raise _damaged(path, f"cannot be read ({' '.join(str(e).split())})") from e
+    dtype = shard.dtype or dtype
+    if mapped.dtype != np.dtype(dtype) or mapped.shape != (shard.tokens,):
+        what = f"holds {mapped.dtype} {mapped.shape}, not {dtype} ({shard.tokens},)"
+        raise _damaged(path, what)
+    return np.asarray(mapped)  # a plain view: slicing a memmap object is slow
+
+
+def verify_shards(folder: str | Path, manifest: Manifest) -> None:
+    """Hash every shard again. ValueError for the first that is not what it was."""
+    for shard in manifest.shards:
         path = Path(folder) / shard.file
-        try:
-            mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as e:
-            raise _damaged(path, f"cannot be read ({e})") from e
-        if mapped.dtype != np.dtype(manifest.dtype) or mapped.shape != (shard.tokens,):
-            raise _damaged(
-                path,
-                f"holds {mapped.dtype} {mapped.shape}, not {manifest.dtype} ({shard.tokens},)",
-            )
-        arrays.append(np.asarray(mapped))  # a plain view: slicing a memmap object is slow
-    return arrays
+        if shard.offset is None:
+            sha256 = sha256_of(path)
+        else:
+            sha256 = sha256_of_ids(open_shard(folder, shard, manifest.dtype))
+        if sha256 != shard.sha256:
+            raise _damaged(path, "has another sha256 than when it was prepared")
+
+
+def sha256_of_ids(ids: np.ndarray) -> str:
+    """The hash of ids that lie within a file."""
+    digest = hashlib.sha256()
+    for start in range(0, len(ids), 1 << 22):
+        digest.update(ids[start : start + (1 << 22)].data)
+    return digest.hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as e:
+        raise _damaged(path, f"cannot be read ({e})") from e
 
 
 def check_ids(arrays: list[np.ndarray], n_vocab: int, what: str) -> None:

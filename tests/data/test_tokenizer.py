@@ -50,21 +50,22 @@ def test_the_separator_s_text_is_ordinary_text_alone_and_among_documents():
     ids = tokenizer.encode(text)
     assert tokenizer.eot not in ids
     assert tokenizer.decode(ids) == text
-    documents = tokenizer.encode_documents(["x", text, ""])
-    assert documents.tolist() == [*tokenizer.encode("x"), 50256, *ids, 50256, 50256]
+    pieces = [("x", True), ("y ", False), (text, True), ("", True)]
+    documents = tokenizer.encode_pieces(pieces)
+    y = tokenizer.encode("y ")
+    assert documents.tolist() == [*tokenizer.encode("x"), 50256, *y, *ids, 50256, 50256]
 
 
 def test_documents_encoded_together_are_those_encoded_alone():
     tokenizer = load_tokenizer("gpt2")
     texts = [text for text in GOLDEN["strings"] if "<|endoftext|>" not in text]
     alone = [i for text in texts for i in [*tokenizer.encode(text), tokenizer.eot]]
-    assert tokenizer.encode_documents(texts).tolist() == alone
+    assert tokenizer.encode_pieces([(text, True) for text in texts]).tolist() == alone
 
 
 def test_lone_surrogates_become_the_replacement_character():
     tokenizer = load_tokenizer("gpt2")
     assert tokenizer.encode("\ud83d") == [4210]  # D21
-    assert tokenizer.encode_documents(["a\ud83d"]).tolist() == [64, 4210, 50256]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "byte"])

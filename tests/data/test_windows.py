@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.windows import Windows, _permute
+from data.shards import Shard
+from data.windows import Windows, _permute, document_positions
 from tests.data.conftest import ramp, write_shards
 
 
@@ -161,3 +162,34 @@ def test_a_split_without_shards_is_refused(tmp_path):
     write_shards(tmp_path, ramp(100), ramp(0))
     with pytest.raises(ValueError, match="val split .* has 0 tokens"):
         Windows(tmp_path, "val", 32)
+
+
+def test_offsets_and_counts_beyond_32_bits_are_exact(tmp_path):  # D12
+    """A sparse file of 2.6e9 ids with one that is not 0, at index 2.5e9; shards sum past 2^32."""
+    n, at = 2_600_000_000, 2_500_000_000
+    for name in ("a.bin", "b.bin"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2 * n)
+            file.seek(2 * at)
+            file.write((777).to_bytes(2, "little"))
+    shards = [
+        Shard(file=str(tmp_path / name), split="train", tokens=n, sha256="", offset=0, dtype="<u2")
+        for name in ("a.bin", "b.bin")
+    ]
+    write_shards(tmp_path, ramp(0), ramp(0), shards=shards, train_tokens=2 * n)
+    w = Windows(tmp_path, "train", 1024)
+    assert w.n_tokens == 5_200_000_000 > 2**32
+    assert len(w) == -(-(2 * n - 1) // 1024)
+    starts = w.starts(0, 5000)
+    assert starts.max() > 2**32 and starts.min() >= 0 and (starts % 1024 == 0).all()
+    x, y = w.batch(np.array([at - 5, n + at - 5, 2 * n - 3]))
+    for row in (0, 1):
+        assert x[row].nonzero().flatten().tolist() == [5] and x[row, 5] == 777
+        assert y[row].nonzero().flatten().tolist() == [4]
+
+
+def test_a_document_s_number_and_places_follow_its_separators():
+    x = torch.tensor([[5, 9, 1, 2, 9, 9, 3, 4], [9, 1, 2, 3, 4, 5, 6, 9]])
+    documents, places = document_positions(x, eot=9)
+    assert documents.tolist() == [[0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
+    assert places.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
