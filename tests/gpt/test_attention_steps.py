@@ -7,6 +7,7 @@ plain Python numbers, the model's fast path, or transformers' GPT-2.
 import inspect
 import itertools
 import math
+import re
 import runpy
 from collections.abc import Callable
 from functools import partial
@@ -617,3 +618,16 @@ def test_every_step_says_what_it_is_for() -> None:
         assert all("->" in doc for doc in docs), "shapes"
     public = [n for n, f in vars(steps).items() if inspect.isfunction(f) and n[0] != "_"]
     assert public == [f.__name__ for _, rung in steps.STEPS for f in rung]
+
+
+def test_the_docs_name_tests_and_pictures_that_exist() -> None:
+    docs = Path(steps.__file__).parents[1] / "docs"
+    text = (docs / "attention.md").read_text(encoding="utf-8")
+    cited = [
+        name for group in re.findall(r"\[(`\w+`(?:, `\w+`)*)\]", text) for name in group.split(", ")
+    ]
+    assert len(cited) > 15
+    assert {"test_" + name.strip("`") for name in cited} <= set(globals())
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert len(pictures) >= 6
+    assert all((docs / picture).stat().st_size < 300_000 for picture in pictures)

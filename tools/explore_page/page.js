@@ -36,7 +36,7 @@ const [openLayer, openHead] = data.layer === null && data.head === null ? tellin
 // The row that says most at a glance: its largest weight on a token that is neither first nor itself.
 function tellingRow(weights) {
   let row = T - 1, most = 0;
-  for (let i = 2; i < T; i++)
+  for (let i = Math.max(2, T >> 1); i < T; i++) // in the first rows there is little to choose from
     for (let j = 1; j < i; j++)
       if (weights.data[i * T + j] > most) { most = weights.data[i * T + j]; row = i; }
   return row;
