@@ -38,8 +38,14 @@ def train(config: Config, overrides: list[str]) -> int:
     ranks = distributed.find_ranks()
     machine = runtime.resolve(config.runtime, ranks.local_rank)
     config.trainer.check_batch(config.model.block_size, ranks.world_size)
-    tracker = Tracker(config.tracker, ranks.is_main)
     distributed.start(ranks, machine.device)
+    with Tracker(config.tracker, ranks.is_main) as tracker:
+        return _train(config, overrides, machine, ranks, tracker)
+
+
+def _train(
+    config: Config, overrides: list[str], machine: runtime.Runtime, ranks: Ranks, tracker: Tracker
+) -> int:
     root = Path(config.paths.root)
 
     name = config.run or distributed.from_main(_new_name(config, root), ranks)
@@ -73,7 +79,10 @@ def train(config: Config, overrides: list[str]) -> int:
 
     _create(folder, config, overrides, ranks)
     tracker.open(
-        folder, to_plain(config), state and state["tracker_run_id"], state["step"] if state else 0
+        folder,
+        to_plain(config),
+        state["tracker_run_id"] if state else None,
+        state["step"] if state else 0,
     )
     _announce(tracker, config, model, machine, ranks, manifest, name, continue_with)
     trainer = Trainer(
@@ -112,7 +121,7 @@ def train(config: Config, overrides: list[str]) -> int:
         stopped_by = trainer.run()
     except NonFiniteError as e:
         last = checkpoint.step_name(trainer.saved_step) if trainer.saved_step else "none yet"
-        tracker.close(exit_code=1)
+        tracker.close(exit_code=1)  # first, so that the error is the last thing seen
         _error(
             f"{e}; going on would ruin the weights, so the run has stopped; last good checkpoint: "
             f"{last}; lower optimizer.lr, or look at the data of this step",
@@ -120,7 +129,6 @@ def train(config: Config, overrides: list[str]) -> int:
         )
         return 1
     _report(tracker, trainer, folder, continue_with, stopped_by)
-    tracker.close()
     return 128 + stopped_by if stopped_by else 0
 
 
@@ -277,11 +285,11 @@ def _announce(
         f"model: GPT-2 with {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, windows of "
         f"{m.block_size} tokens; {model.n_params() / 1e6:.1f} M parameters"
     )
+    accumulated = t.batch_tokens // (m.block_size * t.micro_batch_size * ranks.world_size)
     tracker.say(
         f"training: {t.max_steps} steps of {t.batch_tokens:,} tokens "
-        f"({t.micro_batch_size} windows × "
-        f"{t.batch_tokens // (m.block_size * t.micro_batch_size * ranks.world_size)} micro-batches × "
-        f"{ranks.world_size} ranks), {tokens / manifest.train_tokens:.2f} epochs"
+        f"({t.micro_batch_size} windows × {accumulated} micro-batches × {ranks.world_size} ranks), "
+        f"{tokens / manifest.train_tokens:.2f} epochs"
     )
     kind = str(machine.dtype).removeprefix("torch.")
     tracker.say(

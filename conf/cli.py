@@ -10,7 +10,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,8 +21,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.schema import Config, register, to_config
+from conf.schema import GROUPS, Config, register, to_config
+from gpt.trainer import TrainerConfig
 
+CONF = Path(__file__).parent
 FLAGS = {
     *("-h", "--help", "--hydra-help", "--version", "-m", "--multirun", "-c", "--cfg"),
     *("--resolve", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"),
@@ -40,31 +44,29 @@ def compose_and_run(command: Callable[[Config, list[str]], int], argv: list[str]
                 f"{argument} is no option; settings have no dashes; "
                 f"write {argument.lstrip('-')}, or see --help"
             )
-    codes: list[int] = []
+    jobs: list[tuple[DictConfig, list[str]]] = []
 
-    def task(composed: DictConfig) -> None:
+    def collect(composed: DictConfig) -> None:
         settings = HydraConfig.get()
         overrides = list(settings.overrides.task)
         if settings.mode == RunMode.MULTIRUN:
             # Two jobs of one name would continue each other.
-            name = f"{composed.run or 'sweep'}_{settings.job.num}"
-            composed.run = name
-            overrides = merge_overrides(overrides, [f"run={name}"])
-        codes.append(command(to_config(composed), overrides))
+            composed.run = f"{composed.run or 'sweep'}_{settings.job.num}"
+            overrides = merge_overrides(overrides, [f"run={composed.run}"])
+        jobs.append((composed, overrides))
 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us, instead of several lines and exit 1
     before = sys.argv
     sys.argv = [before[0], *argv]
     try:
-        hydra.main(version_base="1.3", config_path=str(Path(__file__).parent), config_name="train")(
-            task
-        )()
-    except (HydraException, OmegaConfBaseException) as e:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(collect)()
+        configs = [(to_config(composed), overrides) for composed, overrides in jobs]
+    except (HydraException, OmegaConfBaseException, ValueError, AttributeError) as e:
         raise ValueError(explain(e)) from e
     finally:
         sys.argv = before
-    return max(codes, default=0)
+    return max((command(*config) for config in configs), default=0)
 
 
 def merge_overrides(*lists: list[str]) -> list[str]:
@@ -96,60 +98,68 @@ def stored_overrides(run: Path) -> list[str]:
 
 def explain(error: Exception) -> str:
     """One line for what Hydra or OmegaConf found wrong."""
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) and isinstance(cause, Exception):
+    causes: list[Exception] = [error]
+    while isinstance(cause := causes[-1].__cause__ or causes[-1].__context__, Exception):
         causes.append(cause)
     for cause in causes:
         if isinstance(cause, ValueError) and str(cause).count(";") >= 2:
             return str(cause)  # one of our own, raised while the config was built
     text = "\n".join(str(cause) for cause in causes)
-    key = next(iter(re.findall(r"full_key: (\S+)", text)), None)
-    if re.search(r"Key '.*' (is not in struct|not in )|Could not append", text):
-        key = key or next(iter(re.findall(r"Could not (?:override|append) '?([^\s'.]+\S*?)'?\.?\s", text)), "?")
-        return f"{key} is no setting; nothing was started; {_suggest(key)}"
-    if match := re.search(r"Could not find '([^']+)'|In '[^']*': Could not find '([^']+)'", text):
-        group, _, option = (match[1] or match[2]).partition("/")
-        folder = Path(__file__).parent / group
-        options = sorted(p.stem for p in folder.glob("*.yaml") if p.stem != "common")
-        if options:
-            return f"{group}={option} is no option; nothing was started; there are: {', '.join(options)}"
-    if match := re.search(r"[Cc]ould not override '?([^\s']+?)'?\.\s*\n?No match in the defaults list", text):
-        return f"{match[1]} is no setting; nothing was started; {_suggest(match[1])}"
-    if match := re.search(r"(Value '.*?'.*?could not be converted to .*|Invalid value '.*?'.*|Cannot convert .*|Incompatible value .*|Value .* is not a supported.*|.*is not Optional.*)", text):
-        return f"{key or 'a setting'} has a wrong value ({_line(match[1])}); nothing was started; correct it"
-    if "mismatched input" in text or "extraneous input" in text or "token recognition" in text:
-        bad = next(iter(re.findall(r"Error parsing override '(.*?)'\n", text)), "an override")
+
+    def find(pattern: str) -> re.Match[str] | None:
+        return re.search(pattern, text)
+
+    key = match[1] if (match := find(r"full_key: (\S+)")) else None
+    if match := find(r"Could not find '([^'/]+)/([^']+)'"):
+        group, option = match.groups()
+        names = sorted(p.stem for p in (CONF / group).glob("*.yaml") if p.stem != "common")
+        return f"{group}={option} is no option; nothing was started; choose {', '.join(names)}"
+    if match := find(r"Could not (?:override|append) '([^']+?)'\.?"):
+        return _unknown(key or match[1])
+    if key and find(r"Key '.*' (?:is not in|not in)"):
+        return _unknown(key)
+    if match := find(r"'(\w+)' object has no attribute '(\w+)'"):  # +key=…, which slots refuse
+        return _unknown(_group(match[1]) + match[2])
+    if match := find(r"Error parsing override '(.*?)'\n|at input '(.*?)'"):
         return (
-            f"{bad} can't be parsed; nothing was started; quote values that hold = , ( ) or spaces "
-            "twice, as in 'data.path=\"my, file.txt\"'"
+            f"{match[1] or match[2]} can't be parsed; nothing was started; quote values that hold "
+            "= , ( ) or spaces twice, as in 'data.path=\"my, file.txt\"'"
         )
-    if "missing" in text.lower() and (missing := re.findall(r"Missing mandatory value: (\S+)", text)):
-        return f"{missing[0]} is not set; this command needs it; add {missing[0]}=…"
+    if match := find(r"[Mm]issing mandatory value: (\S+)"):
+        return f"{key or match[1]} is not set; this choice needs it; add {key or match[1]}=…"
+    if match := find(r"(Value '.*|Invalid value .*|Invalid type .*|.*not Optional.*)"):
+        return f"{key or 'a setting'}: {_line(match[1])}; nothing was started; correct the value"
     return f"the settings can't be composed ({_line(text)}); nothing was started; see --help"
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    return " ".join(text.split())[:300].rstrip(".")
 
 
-def _suggest(key: str) -> str:
-    near = difflib.get_close_matches(key, known_keys(), n=1)
-    return f"did you mean {near[0]}? (python train.py --cfg job lists all)" if near else (
-        "python train.py --cfg job lists all"
-    )
+def _schemas() -> dict[str, dict[str, Any]]:
+    return {**GROUPS, "trainer": {"trainer": TrainerConfig}}
 
 
-def known_keys() -> list[str]:
-    """Every dotted key of every group's schema."""
-    from dataclasses import fields, is_dataclass
+def _group(class_name: str) -> str:
+    """ "trainer." for TrainerConfig: where a class's fields stand."""
+    for group, options in _schemas().items():
+        if class_name in [node.__name__ for node in options.values()]:
+            return f"{group}."
+    return ""
 
-    from conf.schema import GROUPS
-    from gpt.trainer import TrainerConfig
 
-    groups = {**GROUPS, "trainer": {"trainer": TrainerConfig}}
-    keys = [f.name for f in fields(Config)] + ["paths.root"]
-    for group, options in groups.items():
-        for node in options.values():
-            assert is_dataclass(node)
-            keys += [f"{group}.{f.name}" for f in fields(node)]
-    return sorted(set(keys))
+def _unknown(key: str) -> str:
+    group, _, name = key.rpartition(".")
+    places: dict[str, list[str]] = {}  # last part of a key → the whole key, and who has it
+    for g, options in _schemas().items():
+        for option, node in options.items():
+            for field in fields(node):
+                places.setdefault(field.name, []).append(f"{g}.{field.name}")
+                if f"{g}.{field.name}" == key:
+                    return f"{key} belongs to {g}={option}; nothing was started; choose that too"
+    whole = sorted({k for keys in places.values() for k in keys} | set(Config.__slots__))
+    near = difflib.get_close_matches(key, [k for k in whole if group and k.startswith(group)], n=1)
+    near = near or [places[n][0] for n in difflib.get_close_matches(name, places, n=1)]
+    near = near or difflib.get_close_matches(key, whole, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{key} is no setting; nothing was started; {hint}python train.py --cfg job lists all"

@@ -42,7 +42,9 @@ class Config:
     paths: PathsConfig
 
     def __post_init__(self) -> None:
-        if self.run is not None and (not self.run or set(self.run) & set("/\\") or self.run[0] in ".-"):
+        if self.run is not None and (
+            not self.run or set(self.run) & set("/\\") or self.run[0] in ".-"
+        ):
             raise ValueError(
                 f"run={self.run!r} can't be a folder's name; a run lives in a folder of its name; "
                 "use letters, digits, - and _"
@@ -50,7 +52,7 @@ class Config:
         self.trainer.check_batch(self.model.block_size, world_size=1)
 
 
-GROUPS: dict[str, dict[str, type]] = {
+GROUPS: dict[str, dict[str, Any]] = {
     "model": {"model": GPTConfig},
     "data": {"sotu": SotuConfig, "text": TextConfig, "hf": HFConfig},
     "optimizer": {"adamw": AdamWConfig},

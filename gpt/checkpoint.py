@@ -130,7 +130,7 @@ def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
     Raises ValueError where there are checkpoints and none is whole.
     """
-    complaints = []
+    complaints: list[str] = []
     for folder in reversed(steps(checkpoints)):
         try:
             verify(folder)
@@ -259,7 +259,9 @@ def _problem(folder: Path, name: str, state: dict[str, Any]) -> str | None:
     return None
 
 
-def load_model(folder: str | Path, device: str | torch.device = "cpu", attention: str = "flash") -> GPT:
+def load_model(
+    folder: str | Path, device: str | torch.device = "cpu", attention: str = "flash"
+) -> GPT:
     """A GPT in eval mode from a checkpoint or any Hugging Face GPT-2 folder, in float32.
 
     A checkpoint's sums are checked first. Raises ValueError naming the file that is wrong.

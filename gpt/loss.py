@@ -23,11 +23,15 @@ def _chunk_rows(device: torch.device, dtype: torch.dtype) -> int:
     return 256 if device.type == "cpu" and dtype == torch.float32 else 2048
 
 
-
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, dtype: torch.dtype
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         with_grad = any(ctx.needs_input_grad[:2])
         w = weight.to(dtype)

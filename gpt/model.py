@@ -135,6 +135,11 @@ class Block(nn.Module):
         return x
 
 
+def _embedding(rows: int, columns: int) -> nn.Embedding:
+    # Given its weight, Embedding draws none itself, which on the meta device takes two seconds.
+    return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
+
+
 class GPT(nn.Module):
     """GPT-2. `model(idx)` maps ids [B, T] to logits [B, T, V].
 
@@ -150,8 +155,8 @@ class GPT(nn.Module):
         self.vocab_size = config.vocab_size
         # Matrix units want a round number of rows; nobody outside sees the added ones.
         self.padded_vocab_size = -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        self.wte = nn.Embedding(self.padded_vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wte = _embedding(self.padded_vocab_size, config.n_embd)
+        self.wpe = _embedding(config.block_size, config.n_embd)
         self.embd_dropout = nn.Dropout(config.embd_dropout)
         self.h = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=LAYER_NORM_EPS)

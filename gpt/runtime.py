@@ -103,7 +103,7 @@ def has_bfloat16(device: torch.device) -> bool:
     Emulated bf16 on a CPU is a hundred times slower than float32, so support alone won't do.
     """
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
         capabilities = torch.cpu.get_capabilities()
         return any(capabilities.get(k) for k in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))

@@ -51,6 +51,12 @@ class Tracker:
         self._task: TaskID | None = None
         self._waiting: list[str] = []
 
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(exit_code=0 if kind is None else 1)
+
     def open(
         self, folder: Path, run_config: dict[str, Any], run_id: str | None, resume_step: int
     ) -> None:
@@ -144,7 +150,7 @@ class Tracker:
                 id=self.run_id,
                 resume="allow",
                 dir=folder,
-                mode=mode.value,
+                mode="online" if mode == WandbMode.online else "offline",
                 config=run_config,
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
             )

@@ -52,7 +52,14 @@ class TrainerConfig:
     sample_every: int | None
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "batch_tokens", "micro_batch_size", "eval_tokens", "keep_last", "log_every"):
+        for name in (
+            "max_steps",
+            "batch_tokens",
+            "micro_batch_size",
+            "eval_tokens",
+            "keep_last",
+            "log_every",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"trainer.{name}={getattr(self, name)} is not positive; a run needs at least "
@@ -130,7 +137,7 @@ class NonFiniteError(RuntimeError):
 
 
 class Trainer:
-    """A run from its present step to its last. `run()` returns the signal that ended it, or None."""
+    """A run from its present step to its last."""
 
     def __init__(
         self,
@@ -320,6 +327,7 @@ class Trainer:
     # --- the run
 
     def run(self) -> int | None:
+        """Train to the end. Returns the signal that stopped it before, or None."""
         with self._signals():
             while self.progress.step < self.config.max_steps:
                 begun = time.perf_counter()

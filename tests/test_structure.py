@@ -13,7 +13,14 @@ ENTRY_POINTS = {"train.py", "sample.py"} | {
 }
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.py", "gpt/*.py", "data/*.py", "conf/*.py", "tools/**/*.py", "benchmarks/*.py")
+    for pattern in (
+        "*.py",
+        "gpt/*.py",
+        "data/*.py",
+        "conf/*.py",
+        "tools/**/*.py",
+        "benchmarks/*.py",
+    )
     for path in ROOT.glob(pattern)
 )
 

