@@ -14,7 +14,7 @@ from data.encode import encode
 from data.progress import Progress, load_progress
 from data.shards import FORMAT, Manifest, Shard, dtype_for
 from data.sources import DataConfig, Source, open_source
-from data.split import copy_tail, count, drop_tail, find_cut, split_of, unfit, unfit_sizes
+from data.split import copy_tail, count, drop_tail, find_cut, splitter, unfit, unfit_sizes
 from data.tokenizer import Tokenizer
 
 Log = Callable[[str], None]
@@ -134,11 +134,9 @@ def _encode_all(job: Job, source: Source, progress: Progress) -> Progress:
         _empty(job.building)
         writers = progress.writers(job.building, dtype, config.shard_tokens)
 
-    def split(document: str) -> str:
-        if progress.plan == "tail":
-            return "train"
-        return split_of(document, config.val_fraction, config.split_seed)
-
+    split = splitter(config.val_fraction, config.split_seed)
+    if progress.plan == "tail":
+        split = lambda _: "train"  # noqa: E731
     start, end = _part(config, source)
     pieces = source.pieces(max(progress.position, (start, 0)), end)
     threads = config.num_proc or os.cpu_count() or 1

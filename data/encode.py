@@ -12,7 +12,7 @@ from data.sources import Position
 from data.tokenizer import Tokenizer, replace_surrogates
 
 SPLITS = ("train", "val")
-_BATCH_CHARS = 1 << 19
+_BATCH_CHARS = 1 << 20
 _CHARS_UNDER_WAY = 1 << 26  # a bound on memory where documents are huge
 
 
@@ -68,22 +68,24 @@ def encode(
 
 def _batches(pieces: Iterable[Piece], split: Callable[[str], str]) -> Iterator[Batch]:
     batch = Batch()
+    chars = 0
     for piece in pieces:
-        batch.position = (piece.unit, piece.index)
         text = piece.text
         if piece.first and piece.last and (not text or text.isspace()):
             batch.skipped["blank"] += 1
-            continue
-        where = split(piece.id)
-        batch.pieces[where].append(piece)
-        batch.chars += len(text)
-        if piece.last:
-            batch.documents[where] += 1
-            if piece.repaired:
-                batch.repaired.append((piece.id, piece.repaired))
-        if batch.chars >= _BATCH_CHARS:
+        else:
+            where = split(piece.id)
+            batch.pieces[where].append(piece)
+            chars += len(text)
+            if piece.last:
+                batch.documents[where] += 1
+                if piece.repaired:
+                    batch.repaired.append((piece.id, piece.repaired))
+        batch.position = (piece.unit, piece.index)
+        if chars >= _BATCH_CHARS:
+            batch.chars = chars
             yield batch
-            batch = Batch()
+            batch, chars = Batch(), 0
     if batch.position:
         yield batch
 

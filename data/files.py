@@ -182,29 +182,34 @@ def _whole(file: Path, name: str, unit: int, skip: int, strict: bool) -> Iterato
 
 
 def _jsonl(file: Path, name: str, skip: int, field: str | None, strict: bool) -> Iterator[_Record]:
+    parse = json.JSONDecoder().raw_decode  # json.loads looks for whitespace twice more
     with open_binary(file) as stream:
         for number, line in enumerate(stream, 1):  # bytes: only \n ends one, not Unicode's ends
-            if number <= skip or not line.strip():
+            if number <= skip or line.isspace():
                 continue
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
-            text, repaired = _one(line, f"{name}:{number}", strict)
             try:
-                record = json.loads(text)
+                text, repaired = line.decode(), ""
+            except UnicodeDecodeError:
+                text, repaired = _repair(line, f"{name}:{number}", strict)
+            text = text.strip()
+            try:
+                record, end = parse(text)
+                if end != len(text):
+                    raise json.JSONDecodeError("Extra data", text, end)
             except json.JSONDecodeError as e:
                 raise RefusedError(
                     f"{name}:{number} is no JSON ({e}); its text cannot be read; mend the line"
                 ) from e
-            field = field or guess_field(_strings(record), f"{name}:{number}")
-            yield number, field_text(record, field, f"{name}:{number}"), repaired
+            if field is None:
+                field = guess_field(_strings(record), f"{name}:{number}")
+            yield number, field_text(record, field, name, number), repaired
 
 
-def _one(line: bytes, name: str, strict: bool) -> tuple[str, str]:
-    try:
-        return line.decode(), ""
-    except UnicodeDecodeError:
-        parts = list(decode_blocks([line], name, strict))
-        return "".join(text for text, _ in parts), next(r for _, r in parts if r)
+def _repair(raw: bytes, name: str, strict: bool) -> tuple[str, str]:
+    parts = list(decode_blocks([raw], name, strict))
+    return "".join(text for text, _ in parts), next(repair for _, repair in parts if repair)
 
 
 def _json(file: Path, name: str, skip: int, field: str | None, strict: bool) -> Iterator[_Record]:
@@ -243,7 +248,7 @@ def _json(file: Path, name: str, skip: int, field: str | None, strict: bool) -> 
             if number > skip:
                 field = field or guess_field(_strings(record), f"{name}:{number}")
                 repaired = repairs[0] if repairs else ""
-                yield number, field_text(record, field, f"{name}:{number}"), repaired
+                yield number, field_text(record, field, name, number), repaired
 
 
 def _csv(file: Path, name: str, skip: int, field: str | None, strict: bool) -> Iterator[_Record]:
@@ -297,7 +302,10 @@ def _parquet(
             for raw in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                 number += 1
                 if number > skip:
-                    yield number, *_one(raw or b"", f"{name}:{number}", strict)
+                    try:
+                        yield number, (raw or b"").decode(), ""
+                    except UnicodeDecodeError:
+                        yield number, *_repair(raw, f"{name}:{number}", strict)
 
 
 def _strings(record: Any) -> list[str]:
@@ -318,12 +326,16 @@ def guess_field(columns: list[str], name: str) -> str:
     return columns[0]
 
 
-def field_text(record: Any, field: str, name: str) -> str:
+def field_text(record: Any, field: str, name: str, number: int) -> str:
     """The text of a record; none at all counts as blank."""
-    text = record.get(field, 0) if isinstance(record, dict) else 0
-    if text is not None and not isinstance(text, str):
-        raise RefusedError(_no_field(name, field, list(record) if isinstance(record, dict) else []))
-    return text or ""
+    if isinstance(record, dict):
+        text = record.get(field, 0)
+        if isinstance(text, str):
+            return text
+        if text is None:
+            return ""
+    fields = list(record) if isinstance(record, dict) else []
+    raise RefusedError(_no_field(f"{name}:{number}", field, fields))
 
 
 def _no_field(name: str, field: str, fields: list[str]) -> str:

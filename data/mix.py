@@ -16,7 +16,7 @@ _LONGEST_PERIOD = 10_000
 def identity(config: MixConfig, root: Path) -> dict[str, Any]:
     """Where each source lies, what it holds and what it weighs."""
     sources = {}
-    for name, weight in config.mix.items():
+    for name, weight in zip(config.sources, config.weights, strict=True):
         folder = _folder(name, root)
         sources[name] = [str(folder.absolute()), load_manifest(folder).fingerprint, weight]
     return {"kind": "mix", "sources": sources}
@@ -31,7 +31,7 @@ def manifest(job: Job) -> Manifest:
     assert isinstance(config, MixConfig)
     shards: list[Shard] = []
     parts = []
-    for stream, name in enumerate(config.mix):
+    for stream, name in enumerate(config.sources):
         folder = Path(job.request["source"]["sources"][name][0])
         part = load_manifest(folder)
         if part.tokenizer_sha256 != job.tokenizer.sha256:
@@ -55,8 +55,8 @@ def manifest(job: Job) -> Manifest:
                 )
             )
         parts.append(part)
-    weights = in_period(list(config.mix.values()))
-    for name, weight in zip(config.mix, weights, strict=True):
+    weights = in_period(config.weights)
+    for name, weight in zip(config.sources, weights, strict=True):
         job.log(f"data: {name}: {weight} of every {sum(weights)} windows")
     return Manifest(
         format=FORMAT,
@@ -105,6 +105,6 @@ def _folder(name: str, root: Path) -> Path:
         if (folder / "manifest.json").is_file():
             return folder
     raise ValueError(
-        f"data.mix names {name}, and neither {root / 'shards' / name} nor {name} holds shards; it "
-        "cannot be mixed in; prepare it first: python -m data.prepare data=…"
+        f"data.sources names {name}, and there are no shards in {root / 'shards' / name} or in "
+        f"{name}; it cannot be mixed in; prepare it first: python -m data.prepare data=…"
     )

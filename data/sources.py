@@ -101,15 +101,21 @@ class TokensConfig(DataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class MixConfig(DataConfig):
-    """Prepared shards, by the name of their folder or its path, each with a weight."""
+    """Prepared shards, by the names of their folders or their paths, each with a weight."""
 
-    mix: dict[str, float]
+    sources: list[str]
+    weights: list[float]
 
     def __post_init__(self) -> None:
         DataConfig.__post_init__(self)  # super() does not work in a dataclass with slots
-        if not self.mix or any(weight <= 0 for weight in self.mix.values()):
+        if len(self.sources) != len(self.weights) or not all(w > 0 for w in self.weights):
             raise ValueError(
-                f"data.mix is {self.mix}; nothing could be drawn; give each source a weight above 0"
+                f"data.weights is {self.weights} and data.sources {self.sources}; it is unclear "
+                "what to draw; give each source one weight above 0"
+            )
+        if not self.sources or len(set(self.sources)) < len(self.sources):
+            raise ValueError(
+                f"data.sources is {self.sources}; a mixture needs each source once; correct it"
             )
 
 
@@ -128,18 +134,28 @@ def dataset_name(config: DataConfig) -> str:
     """Name of the folder of this source's shards."""
     match config:
         case TextConfig() | TokensConfig():
-            absolute = str(Path(config.path).expanduser().absolute())
-            digest = hashlib.sha256(absolute.encode()).hexdigest()[:6]
-            name = f"{slug(Path(config.path.rstrip('/*')).stem) or 'text'}-{digest}"
+            stem = slug(Path(config.path.rstrip("/*")).stem) or "text"
+            name = f"{stem}-{_hash_of_path(config.path)}"
         case HFConfig():
             name = slug("-".join(filter(None, (config.name, config.config))))
         case MixConfig():
-            name = slug("mix-" + "-".join(f"{Path(n).name}-{w}" for n, w in config.mix.items()))
+            named = zip(config.sources, config.weights, strict=True)
+            name = slug("mix-" + "-".join(f"{Path(n).name}-{weight:g}" for n, weight in named))
         case ShakespeareConfig():
             name = "shakespeare"
         case _:
             name = "sotu"
-    return name if config.tokenizer == "gpt2" else f"{name}-{slug(config.tokenizer)}"
+    match config.tokenizer:
+        case "gpt2":
+            return name
+        case "byte":
+            return f"{name}-byte"
+    return f"{name}-{slug(Path(config.tokenizer).name)}-{_hash_of_path(config.tokenizer)}"
+
+
+def _hash_of_path(path: str) -> str:
+    absolute = str(Path(path).expanduser().absolute())
+    return hashlib.sha256(absolute.encode()).hexdigest()[:6]
 
 
 def slug(text: str) -> str:
@@ -255,7 +271,7 @@ class HFSource(Source):
             if field is None:
                 strings = [key for key, value in record.items() if isinstance(value, str)]
                 field = guess_field(strings, name)
-            text = field_text(record, field, name)
+            text = field_text(record, field, self.config.split, row)
             yield Piece(name, text, True, True, row // ROWS, row % ROWS + 1)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,17 @@ MIN_TOKENS = 1025  # one window of GPT-2's: a split below that measures little
 _CHUNK = 1 << 22
 
 
-def split_of(document: str, val_fraction: float, split_seed: int) -> str:
+def splitter(val_fraction: float, split_seed: int) -> Callable[[str], str]:
     """The split of a document: a hash of (split seed, document id) against val_fraction."""
-    key = f"{split_seed}:{document}".encode("utf-8", "surrogateescape")
-    draw = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64
-    return "val" if draw < val_fraction else "train"
+    seeded = hashlib.blake2b(f"{split_seed}:".encode(), digest_size=8)
+    limit = int(val_fraction * 2**64).to_bytes(8)
+
+    def split_of(document: str) -> str:
+        digest = seeded.copy()
+        digest.update(document.encode("utf-8", "surrogateescape"))
+        return "val" if digest.digest() < limit else "train"
+
+    return split_of
 
 
 def unfit(tokens: Mapping[str, float], val_fraction: float) -> str:
@@ -38,8 +44,9 @@ def unfit(tokens: Mapping[str, float], val_fraction: float) -> str:
 def unfit_sizes(sizes: Mapping[str, int], val_fraction: float, split_seed: int) -> str:
     """The same before any work, from the sizes of documents in bytes, at 4 bytes a token."""
     tokens = {"train": 0.0, "val": 0.0}
+    split_of = splitter(val_fraction, split_seed)
     for document, size in sizes.items():
-        tokens[split_of(document, val_fraction, split_seed)] += size / 4
+        tokens[split_of(document)] += size / 4
     return unfit(tokens, val_fraction)
 
 

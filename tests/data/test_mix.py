@@ -11,7 +11,7 @@ from tests.data.conftest import COMMON, ramp, write_shards
 
 
 def mix_config(mix):
-    return MixConfig(**COMMON | {"mix": mix})
+    return MixConfig(**COMMON | {"sources": list(mix), "weights": list(mix.values())})
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_other_tokenizers_mixtures_and_absent_shards_are_refused(mixed, tmp_path
         prepare(mix_config({"a": 1, "other": 1}), tmp_path, log)
     with pytest.raises(ValueError, match="mix-a-1-b-1 is a mixture itself"):
         prepare(mix_config({"a": 1, "mix-a-1-b-1": 1}), tmp_path, log)
-    with pytest.raises(ValueError, match="names absent.*prepare it first"):
+    with pytest.raises(ValueError, match="names absent, .*prepare it first"):
         prepare(mix_config({"absent": 1}), tmp_path, log)
-    with pytest.raises(ValueError, match="a weight above 0"):
+    with pytest.raises(ValueError, match="one weight above 0"):
         mix_config({"a": 0})

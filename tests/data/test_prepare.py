@@ -8,7 +8,7 @@ import pytest
 from data.prepare import prepare
 from data.shards import load_manifest
 from data.sources import HFConfig, SotuConfig
-from data.split import split_of
+from data.split import splitter
 from data.tokenizer import load_tokenizer
 from data.windows import Windows
 from tests.data.conftest import COMMON, text_config
@@ -82,7 +82,7 @@ def test_few_documents_give_whole_ones_at_the_end_to_validation(tmp_path, log):
     seeds = [
         seed
         for seed in range(50)
-        if all(split_of(f"{i}.txt", 0.1, seed) == "train" for i in range(10))
+        if all(splitter(0.1, seed)(f"{i}.txt") == "train" for i in range(10))
     ]
     config = text_config(tmp_path / "in", val_fraction=0.1, split_seed=seeds[0])
     folder = prepare(config, tmp_path, log)
