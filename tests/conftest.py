@@ -10,6 +10,9 @@ import torch
 
 # Before anything imports them: no hub, no look-ups, no prompts.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
+# Tensors of the tests are small: a second thread costs more than it gives, most on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,8 +52,3 @@ def train_run(tmp_path: Path, tiny_args: list[str]) -> Callable[..., tuple[int, 
         return compose_and_run(train, arguments(argv)), tmp_path / "runs" / name
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def _two_threads_at_most() -> None:
-    torch.set_num_threads(min(2, os.cpu_count() or 1))

@@ -287,11 +287,10 @@ def test_the_same_data_at_another_path_is_no_other_data(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training/optimizer.safetensors"])
 @pytest.mark.parametrize("harm", ["empty", "half", "flip", "gone"])
-def test_a_damaged_checkpoint_is_named(
-    train_run: TrainRun, finished: Path, name: str, harm: str
-) -> None:
+def test_a_damaged_checkpoint_is_named(train_run: TrainRun, name: str, harm: str) -> None:
     """T24: truncated to nothing or a half, one byte flipped, or gone: named, nothing loaded."""
-    damage((finished / "checkpoints" / "latest").resolve() / name, harm)
+    _, run = train_run("trainer.eval_every=null")  # one checkpoint: none to fall back to
+    damage((run / "checkpoints" / "latest").resolve() / name, harm)
     with pytest.raises(ValueError, match="truncated or altered") as caught:
         train_run("trainer.max_steps=40")
     assert name in str(caught.value)
@@ -396,16 +395,16 @@ def test_a_mistake_exits_2_with_one_line(override: str, tmp_path: Path) -> None:
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path: Path, tiny_args: list[str]) -> None:
     """SIGINT: the step in flight ends, state is saved, exit 130; `run` alone goes on."""
     args = [*tiny_args, f"paths.root={tmp_path}", "run=r", "trainer.max_steps=100000"]
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *args], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
     lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("step") and line.split()[1].startswith("20/"):
-            process.send_signal(2)
-    assert process.wait(60) == 130
+    with subprocess.Popen(
+        [sys.executable, "train.py", *args], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.split()[:1] == ["step"] and line.split()[1].startswith("20/"):
+                process.send_signal(2)
+        assert process.wait(60) == 130
     text = "".join(lines)
     assert "go on with: python train.py run=r" in text and "sample after step" in text
     state = checkpoint.verify((tmp_path / "runs/r/checkpoints/latest").resolve())

@@ -1,0 +1,157 @@
+"""The checkpoint folder: whole or not at all, verified, found, pruned."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt import checkpoint
+from gpt.model import GPT, GPTConfig
+from gpt.optimizer import AdamWConfig, build_optimizer
+
+
+def tiny() -> GPT:
+    shape = {"block_size": 8, "vocab_size": 60, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    return GPT(GPTConfig(**shape, embd_dropout=0.0, attn_dropout=0.0, resid_dropout=0.0))
+
+
+def trained() -> tuple[GPT, torch.optim.Optimizer]:
+    """A model after one update, so that there are moments."""
+    model = tiny()
+    optimizer = build_optimizer(
+        model, AdamWConfig(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    )
+    model(torch.arange(8)[None]).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(folder: Path, step: int = 1) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    model, optimizer = trained()
+    path = folder / checkpoint.step_name(step)
+    checkpoint.write(path, model, optimizer, {"step": step}, eot=59, tokenizer=None)
+    return path
+
+
+def test_weights_and_moments_come_back_to_the_bit(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = tmp_path / "step_00000001"
+    checkpoint.write(path, model, optimizer, {"step": 1}, eot=59, tokenizer=None)
+    loaded = checkpoint.load_model(path)
+    for (name, a), b in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert not loaded.training and all(p.requires_grad for p in loaded.parameters())
+    other = build_optimizer(
+        loaded, AdamWConfig(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    )
+    checkpoint.load_moments(path, loaded, other)
+    for p, q in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert (
+            optimizer.state[p].keys() == other.state[q].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        )
+        for key in optimizer.state[p]:
+            assert torch.equal(optimizer.state[p][key], other.state[q][key])
+
+
+def test_a_save_that_dies_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = save(tmp_path, 1)
+
+    def dying(*args: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_sync", dying)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path, 2)
+    found, complaints = checkpoint.newest_whole(tmp_path)
+    assert found == first and complaints == []
+    monkeypatch.undo()
+    checkpoint.prune(tmp_path, keep_last=2)
+    assert [p.name for p in tmp_path.iterdir()] == [first.name]
+
+
+def test_links_are_relative_and_replaced_in_one_move(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.link("latest", save(tmp_path, step))
+    assert os.readlink(tmp_path / "latest") == "step_00000002"
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step)
+    checkpoint.link("best", tmp_path / checkpoint.step_name(2))
+    checkpoint.prune(tmp_path, keep_last=2)
+    assert [p.name for p in checkpoint.steps(tmp_path)] == [
+        checkpoint.step_name(step) for step in (2, 4, 5)
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 1}', "[]", '{"format": 1, "files": 3}'])
+def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
+    path = save(tmp_path)
+    (path / "state.json").write_text(text)
+    with pytest.raises(ValueError, match="state.json is truncated or altered"):
+        checkpoint.verify(path)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, "format": 99}))
+    with pytest.raises(ValueError, match="format 99"):
+        checkpoint.load_model(path)
+
+
+def test_a_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    state = json.loads((path / "state.json").read_text())
+    state["files"]["../secret"] = {"sha256": "", "size": 0}
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="outside its folder"):
+        checkpoint.verify(path)
+
+
+def test_weights_alone_can_not_be_continued(tmp_path: Path) -> None:
+    """T28: what to do instead is said."""
+    path = save(tmp_path)
+    (path / "state.json").unlink()
+    with pytest.raises(ValueError, match="init_from="):
+        checkpoint.verify(path)
+
+
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    """T46: a planted pickle never runs, neither as weights nor under a safetensors name."""
+    import pickle
+
+    class Canary:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "canary"),)
+
+    path = save(tmp_path)
+    for name in ("model.safetensors", "training/optimizer.safetensors"):
+        (path / name).write_bytes(pickle.dumps(Canary()))
+    with pytest.raises(ValueError, match="truncated or altered"):
+        checkpoint.load_model(path)
+    (path / "state.json").unlink()
+    with pytest.raises(ValueError, match="can't be read"):
+        checkpoint.load_model(path)
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickle"):
+        checkpoint.load_model(path)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_resolve(tmp_path: Path) -> None:
+    """A path that exists, else a run's name; a run means its latest; nothing: the newest run."""
+    with pytest.raises(ValueError, match="no run is under"):
+        checkpoint.resolve(None, tmp_path)
+    path = save(tmp_path / "runs" / "a" / "checkpoints")
+    checkpoint.link("latest", path)
+    for name in (None, "a", str(path), str(tmp_path / "runs" / "a")):
+        assert checkpoint.resolve(name, tmp_path) == path
+    with pytest.raises(ValueError, match="runs under .*: a"):
+        checkpoint.resolve("b", tmp_path)

@@ -1,0 +1,64 @@
+"""The chunked loss against torch's own on whole logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt import loss
+from gpt.loss import cross_entropy_sum
+
+
+def whole(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, V: int
+) -> torch.Tensor:
+    logits = hidden @ weight[:V].T
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 64, 1000])
+def test_chunks_change_nothing(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and both gradients, in float64, with ignored targets and pad rows."""
+    monkeypatch.setattr(loss, "_chunk_rows", lambda device, dtype: chunk_rows)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(50, 12, generator=generator, requires_grad=True)
+    weight = torch.randn(128, 12, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 101, (50,), generator=generator)
+    targets[::9] = -1
+    ours = cross_entropy_sum(hidden, weight, targets, 101)
+    theirs = whole(hidden.double(), weight.double(), targets, 101)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    for a, b in zip(
+        torch.autograd.grad(3 * ours, (hidden, weight)),
+        torch.autograd.grad(3 * theirs, (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
+
+
+def test_nothing_to_predict_is_nothing_to_learn() -> None:
+    hidden = torch.randn(8, 4, requires_grad=True)
+    weight = torch.randn(64, 4, requires_grad=True)
+    out = cross_entropy_sum(hidden, weight, torch.full((8,), -1), 50)
+    out.backward()
+    assert out.item() == 0
+    assert hidden.grad is not None and not hidden.grad.any()
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden = torch.full((2, 1), 1000.0)
+    weight = torch.tensor([[1.0], [-1.0], [0.0]])
+    out = cross_entropy_sum(hidden, weight, torch.tensor([0, 1]), 2)
+    assert out.item() == pytest.approx(2000.0)
+
+
+def test_under_autocast_the_softmax_stays_in_float32() -> None:
+    """bf16 products, float32 sums: within bf16's rounding of the exact loss."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(256, 32, generator=generator)
+    weight = torch.randn(512, 32, generator=generator) * 0.1
+    targets = torch.randint(0, 512, (256,), generator=generator)
+    exact = whole(hidden.double(), weight.double(), targets, 512).item()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = cross_entropy_sum(hidden, weight, targets, 512)
+    assert out.dtype == torch.float32
+    assert out.item() == pytest.approx(exact, rel=1e-3)
