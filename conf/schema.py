@@ -12,7 +12,15 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from data.sources import DataConfig, HFConfig, SotuConfig, TextConfig
+from data.sources import (
+    DataConfig,
+    HFConfig,
+    MixConfig,
+    ShakespeareConfig,
+    SotuConfig,
+    TextConfig,
+    TokensConfig,
+)
 from gpt.model import GPTConfig
 from gpt.optimizer import AdamWConfig
 from gpt.runtime import RuntimeConfig
@@ -54,7 +62,14 @@ class Config:
 
 GROUPS: dict[str, dict[str, Any]] = {
     "model": {"model": GPTConfig},
-    "data": {"sotu": SotuConfig, "text": TextConfig, "hf": HFConfig},
+    "data": {
+        "sotu": SotuConfig,
+        "shakespeare": ShakespeareConfig,
+        "text": TextConfig,
+        "hf": HFConfig,
+        "tokens": TokensConfig,
+        "mix": MixConfig,
+    },
     "optimizer": {"adamw": AdamWConfig},
     "schedule": {"cosine": CosineConfig, "wsd": WSDConfig, "constant": ConstantConfig},
     "runtime": {"runtime": RuntimeConfig},

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.loss import NextTokenLoss
-from gpt.model import MLP, Block, GPT, GPTConfig, reference_attention
+from gpt.model import GPT, MLP, Block, GPTConfig, reference_attention
 
 PATHS = ["flash", "reference"]
 
