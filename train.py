@@ -29,7 +29,12 @@ from gpt.schedule import lr_scale
 from gpt.tracker import Tracker
 from gpt.trainer import NonFiniteError, Progress, Trainer
 
-SCIENCE = ("seed", "batch_tokens", "micro_batch_size", "grad_clip")
+# What must stay on resume, of the sections that are not science as a whole. The data itself is
+# compared by its fingerprint.
+SCIENCE = {
+    "trainer": ["seed", "batch_tokens", "micro_batch_size", "grad_clip"],
+    "data": ["stride", "document_mask"],
+}
 SAMPLE_TOKENS = 128
 
 
@@ -105,6 +110,7 @@ def _train(
             "git_commit": _git_commit(),
         },
         eot=manifest.eot,
+        document_mask=config.data.document_mask,
         tokenizer=shards / "tokenizer",
         sample=_sampler(shards, manifest, config.trainer.seed, tracker),
         progress=Progress(
@@ -159,8 +165,8 @@ def _check_settings(config: Config, state: dict[str, Any]) -> None:
     if new["model"]["vocab_size"] is None:
         new["model"]["vocab_size"] = old["model"]["vocab_size"]
     differ = []
-    for section in ("model", "optimizer", "schedule", "trainer"):
-        keys = SCIENCE if section == "trainer" else sorted({*old[section], *new[section]})
+    for section in ("model", "optimizer", "schedule", "trainer", "data"):
+        keys = SCIENCE.get(section) or sorted({*old[section], *new[section]})
         for key in keys:
             before, now = old[section].get(key), new[section].get(key)
             if before != now:

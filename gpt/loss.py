@@ -93,12 +93,13 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_siz
 class NextTokenLoss(nn.Module):
     """model, (x, y) → summed loss. A module of its own, since DDP hooks into a module's forward."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: GPT, document_end: int | None = None) -> None:
         super().__init__()
         self.model = model
+        self.document_end = document_end
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.model.trunk(x)  # [B, T, C]
+        hidden = self.model.trunk(x, self.document_end)  # [B, T, C]
         return cross_entropy_sum(
             hidden.flatten(0, 1), self.model.wte.weight, y.flatten(), self.model.vocab_size
         )

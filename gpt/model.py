@@ -64,20 +64,41 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None
+) -> Tensor:
     """Causal attention written out: scores, scale, mask, softmax, dropout, blend.
 
     q, k, v: [B, H, T, D] → [B, H, T, D]. Softmax(QKᵀ/√D)V of Vaswani et al. 2017, eq. 1, with
-    the causal mask of section 3.2.3. Holds T × T numbers a head: to be read and compared with.
+    the causal mask of section 3.2.3; `mask` [B, 1, T, T], True where a row may look, replaces it.
+    Holds T × T numbers a head: to be read and compared with.
     """
     T, D = q.shape[-2:]
     scores = q @ k.transpose(-2, -1)  # [B, H, T, T]: row i asks, column j answers
     scores = scores / math.sqrt(D)
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(future, float("-inf"))
+    if mask is None:
+        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, float("-inf"))
     weights = torch.softmax(scores, dim=-1)
     weights = F.dropout(weights, dropout)
     return weights @ v
+
+
+def document_layout(idx: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    """Documents of a window kept apart: ids [B, T] → positions [B, T] and mask [B, 1, T, T].
+
+    Positions restart after each `end` token, which belongs to the document it ends; the mask is
+    True where row and column are of one document and the column is not later.
+    """
+    T = idx.shape[1]
+    ends = idx == end
+    documents = ends.cumsum(1) - ends.long()  # [B, T]: how many documents ended before
+    t = torch.arange(T, device=idx.device)
+    begins = torch.zeros_like(idx)
+    begins[:, 1:] = torch.where(ends[:, :-1], t[1:], 0)
+    positions = t - begins.cummax(1).values
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return positions, same & (t[:, None] >= t)
 
 
 class CausalSelfAttention(nn.Module):
@@ -91,7 +112,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.resid_dropout)
         self.attention = attention
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # [B, H, T, D]
@@ -100,9 +121,11 @@ class CausalSelfAttention(nn.Module):
         # SDPA drops whatever the module's mode is, so the mode is looked at here.
         dropout = self.attn_dropout if self.training else 0.0
         if self.attention == "flash":
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+            )
         else:
-            y = reference_attention(q, k, v, dropout)
+            y = reference_attention(q, k, v, dropout, mask)
         y = y.transpose(1, 2).reshape(B, T, C)
         out: Tensor = self.resid_dropout(self.c_proj(y))
         return out
@@ -129,8 +152,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=LAYER_NORM_EPS)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), mask)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -180,9 +203,11 @@ class GPT(nn.Module):
                 parameter.normal_(0.0, std, generator=generator)
         self.wte.weight[self.vocab_size :] = 0.0
 
-    def trunk(self, idx: Tensor) -> Tensor:
+    def trunk(self, idx: Tensor, document_end: int | None = None) -> Tensor:
         """Everything below the head: ids [B, T] → [B, T, C], after the final norm.
 
+        GPT-2 attends across the documents packed into a window; with `document_end`, the id that
+        ends one, it does not, and each document's positions start at 0.
         Raises ValueError where T is longer than the position table.
         """
         T = idx.shape[1]
@@ -191,10 +216,13 @@ class GPT(nn.Module):
                 f"the input has {T} tokens and the model {self.config.block_size} positions; "
                 "GPT-2 knows no position past its table; cut the input on the left"
             )
-        x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device))  # [B, T, C]
+        positions, mask = torch.arange(T, device=idx.device), None
+        if document_end is not None:
+            positions, mask = document_layout(idx, document_end)
+        x = self.wte(idx) + self.wpe(positions)  # [B, T, C]
         x = self.embd_dropout(x)
         for block in self.h:
-            x = block(x)
+            x = block(x, mask)
         out: Tensor = self.ln_f(x)
         return out
 

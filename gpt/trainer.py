@@ -155,6 +155,7 @@ class Trainer:
         checkpoints: Path,
         state: dict[str, Any],
         eot: int,
+        document_mask: bool,
         tokenizer: Path,
         sample: Callable[[GPT], str] | None,
         progress: Progress,
@@ -180,8 +181,9 @@ class Trainer:
         )
         if machine.compile:
             runtime.compile_blocks(model)
+        self.loss_of = NextTokenLoss(model, eot if document_mask else None)
         self.compile_may_fail = machine.compile and not machine.compile_required
-        self.module = distributed.wrap(NextTokenLoss(model), ranks, machine.device)
+        self.module = distributed.wrap(self.loss_of, ranks, machine.device)
         self.clock = Clock()
         self.last_save = time.monotonic()
         self.saved_step = progress.step if progress.step else None
@@ -269,7 +271,6 @@ class Trainer:
         # Losses and counts are added up in float64, so the order of ranks can't be seen.
         sums = torch.zeros(3, dtype=torch.float64)
         self.model.eval()
-        loss_of = NextTokenLoss(self.model)
         for first in range(0, len(mine), config.micro_batch_size):
             indices = mine[first : first + config.micro_batch_size]
             missing = config.micro_batch_size - len(indices)
@@ -277,7 +278,7 @@ class Trainer:
             y[len(indices) :] = IGNORE  # a full batch, so that compiled code sees one shape
             x, y = x.to(device), y.to(device)
             with self.machine.autocast():
-                loss = loss_of(x, y)
+                loss = self.loss_of(x, y)
             counted = y != IGNORE
             n_bytes = (self.token_bytes[y.clamp_min(0)] * counted).sum()
             sums += torch.stack([loss.double(), counted.sum(), n_bytes]).cpu()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.loss import NextTokenLoss
-from gpt.model import GPT, MLP, Block, GPTConfig, reference_attention
+from gpt.model import GPT, MLP, Block, GPTConfig, document_layout, reference_attention
 
 PATHS = ["flash", "reference"]
 
@@ -210,3 +210,25 @@ def test_heads_that_do_not_divide_the_width(changes: dict[str, int], says: str) 
     with pytest.raises(ValueError, match=says):
         config(**changes)
     assert config(n_head=3, n_embd=48).head_dim == 16
+
+
+def test_document_layout_by_hand() -> None:
+    """Ids a a E b E c with E = 9: three documents; the end token belongs to the one it ends."""
+    positions, mask = document_layout(torch.tensor([[1, 2, 9, 3, 9, 4]]), 9)
+    assert positions.tolist() == [[0, 1, 2, 0, 1, 0]]
+    expected = [[0], [0, 1], [0, 1, 2], [3], [3, 4], [5]]
+    assert [row.nonzero().flatten().tolist() for row in mask[0, 0]] == expected
+
+
+@pytest.mark.parametrize("attention", PATHS)
+def test_with_the_document_mask_neighbours_do_not_matter(attention: str) -> None:
+    """A document's hidden states are those it has alone, whatever lies before and behind it."""
+    model = GPT(config(), attention).eval()
+    end = 100
+    document = ids(1, 5, 99, seed=3)
+    packed = torch.cat(
+        [ids(1, 4, 99), torch.tensor([[end]]), document, torch.tensor([[end, 7]])], 1
+    )
+    alone = model.trunk(document, end)
+    torch.testing.assert_close(model.trunk(packed, end)[:, 5:10], alone, atol=1e-6, rtol=0)
+    assert (model.trunk(packed)[:, 5:10] - alone).abs().max() > 1e-3
