@@ -265,7 +265,7 @@ class HFSource(Source):
             rows = iter(data.skip(first))
         else:
             last = len(data) if end is None else min(len(data), end * ROWS)
-            rows = iter(data.select(range(first, last)))
+            rows = iter(data.select(range(first, last)) if first < last else ())
         for row, record in enumerate(rows, first):
             name = f"{self.config.split}:{row}"
             if field is None:

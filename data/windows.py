@@ -9,6 +9,7 @@ import torch
 from data.shards import check_ids, load_manifest, open_shards
 
 _ROUNDS = 8
+_BLOCK = 4096
 _U64 = np.uint64
 
 
@@ -38,7 +39,8 @@ class Windows:
     ) -> None:
         manifest = load_manifest(shards)
         self._arrays = open_shards(shards, manifest, split)
-        self._ends = np.cumsum([len(array) for array in self._arrays], dtype=np.int64)
+        self._lengths = np.array([len(array) for array in self._arrays], np.int64)
+        self._ends = np.cumsum(self._lengths)
         self.n_tokens = int(self._ends[-1]) if len(self._ends) else 0
         self.block_size = block_size
         self.stride = block_size if stride is None else stride
@@ -66,12 +68,25 @@ class Windows:
         )
         self._len = int(max(-(-self._epochs * len(self._turns) // self._weights)))
         self._key = _key(seed)
+        # the last positions asked for, with their like: a block costs hardly more than one
+        self._worked_out: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return self._len
 
     def starts(self, first: int, count: int) -> np.ndarray:
         """Token offsets of the windows at global positions first … first+count-1: int64 [count]."""
+        parts = [np.zeros(0, np.int64)]
+        while count > 0:
+            block, at = divmod(first, _BLOCK)
+            if self._worked_out[0] != block:
+                self._worked_out = (block, self._starts(block * _BLOCK, _BLOCK))
+            parts.append(self._worked_out[1][at : at + count])
+            first += len(parts[-1])
+            count -= len(parts[-1])
+        return np.concatenate(parts)
+
+    def _starts(self, first: int, count: int) -> np.ndarray:
         positions = np.arange(first, first + count, dtype=np.int64)
         periods, places = np.divmod(positions, len(self._turns))
         streams = self._turns[places]
@@ -91,14 +106,11 @@ class Windows:
         x = np.empty((len(starts), T), np.int64)
         y = np.empty((len(starts), T), np.int64)
         shards = np.searchsorted(self._ends, starts, side="right")
-        for row, (start, shard) in enumerate(
-            zip(np.asarray(starts).tolist(), shards.tolist(), strict=True)
-        ):
-            array = self._arrays[shard]
-            at = start - int(self._ends[shard]) + len(array)
-            window = array[at : at + T + 1]
+        offsets = np.asarray(starts) - (self._ends - self._lengths)[shards]
+        for row, (shard, at) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
+            window = self._arrays[shard][at : at + T + 1]
             if len(window) <= T:
-                window = self._read(start, T + 1)
+                window = self._read(int(starts[row]), T + 1)
             x[row] = window[:-1]
             y[row] = window[1:]
         return torch.from_numpy(x), torch.from_numpy(y)
