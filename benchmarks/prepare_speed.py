@@ -23,6 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from data.prepare import prepare
 from data.sources import TextConfig, documents
 from data.tokenizer import EOT, load_tokenizer

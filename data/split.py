@@ -47,6 +47,8 @@ def unfit_sizes(sizes: Mapping[str, int], val_fraction: float, split_seed: int) 
     split_of = splitter(val_fraction, split_seed)
     for document, size in sizes.items():
         tokens[split_of(document)] += size / 4
+    if len(sizes) == 1 and val_fraction:
+        return "cannot be done with one document"
     return unfit(tokens, val_fraction)
 
 

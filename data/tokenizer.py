@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -15,9 +16,14 @@ EOT = "<|endoftext|>"
 # GPT-2's pre-tokenisation, as published; then with possessive quantifiers: the same, sooner.
 SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# \\s of the pattern (Unicode's White_Space, which Python's own differs from), very often
+_LONG_SPACE = re.compile(
+    "[\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]{20000,}"
+)
 _GPT2_CLASSES = {"GPT2Tokenizer", "GPT2TokenizerFast"}
 
 Merges = list[tuple[bytes, bytes]]
+Files = tuple[str, str]
 
 
 def _byte_to_char() -> dict[int, str]:
@@ -38,19 +44,19 @@ def _to_bytes(token: str) -> bytes:
     return bytes(_BYTE[char] for char in token)
 
 
-def _all_to_chars(tokens: Iterable[bytes]) -> list[str]:
-    joined = "\uffff".join([token.decode("latin-1") for token in tokens])
-    return joined.translate(_CHAR).split("\uffff") if joined else []
+def _to_chars(token: bytes) -> str:
+    return token.decode("latin-1").translate(_CHAR)
 
 
 class Tokenizer:
     """Byte-level BPE: `ranks` gives each token's id, in the order in which pairs are merged.
 
-    `specials` are ids that no ordinary text encodes to; EOT must be among them.
+    `specials` are ids that no ordinary text encodes to; EOT must be among them. `files` are the
+    texts of vocab.json and merges.txt where they are known already.
     """
 
     def __init__(
-        self, name: str, ranks: dict[bytes, int], specials: dict[str, int], merges: Merges | None
+        self, name: str, ranks: dict[bytes, int], specials: dict[str, int], files: Files | None
     ) -> None:
         if EOT not in specials:
             raise ValueError(
@@ -66,7 +72,7 @@ class Tokenizer:
         self.name = name
         self.eot = specials[EOT]
         self.n_vocab = max(max(ranks.values()), max(specials.values())) + 1
-        self._ranks, self._specials, self._merges = ranks, specials, merges
+        self._ranks, self._specials, self._files = ranks, specials, files
         self._encoding = tiktoken.Encoding(
             name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
@@ -78,25 +84,52 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are ordinary text, lone surrogates U+FFFD."""
-        return self._encoding.encode_ordinary(text)
+        try:  # not encode_ordinary: that panics where this one raises
+            return self._encoding.encode(text, disallowed_special=())
+        except ValueError:
+            return self._encode_spaces_apart(replace_surrogates(text))
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> np.ndarray:
         """Ids of (text, whether a document ends with it), EOT after those: uint32 [n].
 
         Frees the GIL meanwhile. Raises UnicodeEncodeError for lone surrogates.
         """
-        joined = "".join([text + EOT if last else text for text, last in pieces])
-        if joined.count(EOT) == sum(last for _, last in pieces):
-            return self._encoding.encode_to_numpy(
-                joined, allowed_special={EOT}, disallowed_special=()
-            )
-        # a text that holds the separator's own: joined with the rest it would become one
-        parts = []
+        ends = sum([last for _, last in pieces])
+        if ends == len(pieces):
+            joined = EOT.join([*(text for text, _ in pieces), ""])
+        else:
+            joined = "".join([text + EOT if last else text for text, last in pieces])
+        if joined.count(EOT) == ends:
+            try:
+                return self._encoding.encode_to_numpy(
+                    joined, allowed_special={EOT}, disallowed_special=()
+                )
+            except UnicodeEncodeError:
+                raise
+            except ValueError:  # the regex gave up; one document of these is to blame
+                pass
+        # or a text holds the separator's own: joined with the rest it would become one
+        ids: list[int] = []
         for text, last in pieces:
-            parts.append(self._encoding.encode_to_numpy(text, disallowed_special=()))
+            text.encode()  # raises for surrogates
+            ids += self.encode(text)
             if last:
-                parts.append(np.array([self.eot], np.uint32))
-        return np.concatenate(parts)
+                ids.append(self.eot)
+        return np.array(ids, np.uint32)
+
+    def _encode_spaces_apart(self, text: str) -> list[int]:
+        """What encode gives where tiktoken's regex runs out of stack: on very long whitespace.
+
+        Of such a run the pattern takes all, or all but the last character where text follows.
+        """
+        ids: list[int] = []
+        at = 0
+        for run in _LONG_SPACE.finditer(text):
+            end = run.end() if run.end() == len(text) else run.end() - 1
+            ids += self._encoding.encode(text[at : run.start()], disallowed_special=())
+            ids += self._encoding._encode_single_piece(text[run.start() : end])
+            at = end
+        return ids + self._encoding.encode(text[at:], disallowed_special=())
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return self._encoding.decode_bytes([int(i) for i in ids])
@@ -107,6 +140,10 @@ class Tokenizer:
 
     def token_bytes(self) -> np.ndarray:
         """Length in bytes of each id's text, 0 for special tokens: int32 [n_vocab]."""
+        return self._token_bytes
+
+    @functools.cached_property
+    def _token_bytes(self) -> np.ndarray:
         lengths = np.zeros(self.n_vocab, np.int32)
         lengths[list(self._ranks.values())] = [len(token) for token in self._ranks]
         return lengths
@@ -122,13 +159,8 @@ class Tokenizer:
         """Write vocab.json, merges.txt and tokenizer_config.json, as GPT-2's are."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if self._merges is None:
-            self._merges = recover_merges(self._ranks)
-        tokens = _all_to_chars(self._ranks)
-        vocab = dict(zip(tokens, self._ranks.values(), strict=True)) | self._specials
-        vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
-        left, right = ([pair[side] for pair in self._merges] for side in (0, 1))
-        pairs = zip(_all_to_chars(left), _all_to_chars(right), strict=True)
+        if self._files is None:
+            self._files = _as_files(self._ranks, self._specials)
         config = {
             "tokenizer_class": "GPT2Tokenizer",
             "tokenizer_name": self.name,
@@ -139,8 +171,8 @@ class Tokenizer:
             "additional_special_tokens": [s for s in self._specials if s != EOT],
             "clean_up_tokenization_spaces": False,
         }
-        _write(folder / "vocab.json", json.dumps(vocab, ensure_ascii=False))
-        _write(folder / "merges.txt", "#version: 0.2\n" + "".join([f"{a} {b}\n" for a, b in pairs]))
+        _write(folder / "vocab.json", self._files[0])
+        _write(folder / "merges.txt", self._files[1])
         _write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
@@ -149,7 +181,7 @@ def load_tokenizer(name_or_folder: str | Path) -> Tokenizer:
     if name_or_folder == "gpt2":
         return _gpt2()
     if name_or_folder == "byte":
-        return Tokenizer("byte", {bytes([i]): i for i in range(256)}, {EOT: 256}, [])
+        return Tokenizer("byte", {bytes([i]): i for i in range(256)}, {EOT: 256}, None)
     folder = Path(name_or_folder)
     try:
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
@@ -195,6 +227,14 @@ def recover_merges(ranks: dict[bytes, int]) -> Merges:
     return merges
 
 
+def _as_files(ranks: dict[bytes, int], specials: dict[str, int]) -> Files:
+    """The texts of vocab.json and merges.txt. Raises ValueError where no merges give the ranks."""
+    vocab = {_to_chars(token): i for token, i in ranks.items()} | specials
+    vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
+    merges = [f"{_to_chars(a)} {_to_chars(b)}\n" for a, b in recover_merges(ranks)]
+    return json.dumps(vocab, ensure_ascii=False), "#version: 0.2\n" + "".join(merges)
+
+
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
@@ -205,9 +245,11 @@ def _gpt2() -> Tokenizer:
     if spec is not None and spec.origin is not None:
         files = Path(spec.origin).parent / "data"
         if (files / "vocab.bpe").is_file():
-            merges = _parse_merges((files / "vocab.bpe").read_text(encoding="utf-8"))
+            texts = [(files / n).read_text(encoding="utf-8") for n in ("encoder.json", "vocab.bpe")]
+            merges = _parse_merges(texts[1])
             tokens = [bytes([byte]) for byte in _CHAR] + [a + b for a, b in merges]
-            return Tokenizer("gpt2", {t: i for i, t in enumerate(tokens)}, {EOT: 50256}, merges)
+            ranks = {token: i for i, token in enumerate(tokens)}
+            return Tokenizer("gpt2", ranks, {EOT: 50256}, (texts[0], texts[1]))
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except OSError as e:  # requests' errors are OSErrors
@@ -236,11 +278,12 @@ def _from_folder(folder: Path) -> Tokenizer:
             f"the tokenizer in {folder} is a {kind}; it splits text in another way than GPT-2; "
             "use a folder with a GPT2Tokenizer"
         )
-    vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    merges = _parse_merges((folder / "merges.txt").read_text(encoding="utf-8"))
+    files = [(folder / n).read_text(encoding="utf-8") for n in ("vocab.json", "merges.txt")]
+    vocab = json.loads(files[0])
     named = {EOT, *config.get("additional_special_tokens", ())}
     specials = {token: i for token, i in vocab.items() if token in named}
-    return _build(config.get("tokenizer_name", folder.name), vocab, specials, merges)
+    name = config.get("tokenizer_name", folder.name)
+    return _build(name, vocab, specials, _parse_merges(files[1]), (files[0], files[1]))
 
 
 def _from_tokenizer_json(folder: Path) -> Tokenizer:
@@ -265,10 +308,16 @@ def _from_tokenizer_json(folder: Path) -> Tokenizer:
     config_file = folder / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
     name = config.get("tokenizer_name", folder.name)
-    return _build(name, spec["model"]["vocab"], added, pairs)
+    return _build(name, spec["model"]["vocab"], added, pairs, None)
 
 
-def _build(name: str, vocab: dict[str, int], specials: dict[str, int], merges: Merges) -> Tokenizer:
+def _build(
+    name: str,
+    vocab: dict[str, int],
+    specials: dict[str, int],
+    merges: Merges,
+    files: Files | None,
+) -> Tokenizer:
     """A Tokenizer from GPT-2's files. tiktoken merges by id, so ids must rise with the merges."""
     ranks = {_to_bytes(token): i for token, i in vocab.items() if token not in specials}
     made = [ranks[a + b] for a, b in merges]
@@ -277,4 +326,4 @@ def _build(name: str, vocab: dict[str, int], specials: dict[str, int], merges: M
             f"tokenizer {name}: the ids do not follow the merges; its text would be encoded "
             "otherwise than it was meant; use a tokenizer whose ids rise with its merges"
         )
-    return Tokenizer(name, ranks, specials, merges)
+    return Tokenizer(name, ranks, specials, files)

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from data.tokenizer import load_tokenizer, recover_merges
+from data.tokenizer import _parse_merges, load_tokenizer, recover_merges
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "gpt2_tokenizer_golden.json").read_text("utf-8")
@@ -86,7 +86,7 @@ def test_half_a_character_decodes_to_its_bytes_or_a_replacement():
 
 def test_merges_found_from_the_ranks_are_those_of_gpt2_s_file(tmp_path):
     tokenizer = load_tokenizer("gpt2")
-    assert recover_merges(tokenizer._ranks) == tokenizer._merges
+    assert recover_merges(tokenizer._ranks) == _parse_merges(tokenizer._files[1])
 
 
 def test_a_tokenizer_with_specials_first_keeps_its_ids(tmp_path):
@@ -139,3 +139,21 @@ def test_no_pickle_is_opened_as_a_tokenizer(tmp_path):  # T46
     with pytest.raises(ValueError, match="unknown"):
         load_tokenizer(tmp_path)
     assert not np.any([p.name == "canary" for p in Path.cwd().iterdir()])
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \n\t\r\n"])
+@pytest.mark.parametrize("after", ["", "y", "'s", " \x1cz"])
+def test_whitespace_that_the_regex_chokes_on_is_encoded_as_any_other(space, after):
+    tokenizer = load_tokenizer("gpt2")
+    text = "x" + space * 25_000 + after + "\n" + space * 21_000
+    assert tokenizer._encode_spaces_apart(text) == tokenizer.encode(text)
+
+
+def test_millions_of_spaces_are_encoded(monkeypatch):
+    tokenizer = load_tokenizer("gpt2")
+    text = "x" + " " * 2_000_000 + "y"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    pieces = [("a", True), (text, True)]
+    assert tokenizer.encode_pieces(pieces).tolist() == [64, 50256, *ids, 50256]
+    assert tokenizer.encode("\ud83d" + text)[0] == 4210
