@@ -119,17 +119,6 @@ class MixConfig(DataConfig):
             )
 
 
-# The options of the configuration group `data`; the other yaml files there are HFConfigs.
-CONFIGS: dict[str, type[DataConfig]] = {
-    "sotu": SotuConfig,
-    "shakespeare": ShakespeareConfig,
-    "text": TextConfig,
-    "hf": HFConfig,
-    "tokens": TokensConfig,
-    "mix": MixConfig,
-}
-
-
 def dataset_name(config: DataConfig) -> str:
     """Name of the folder of this source's shards."""
     match config:
