@@ -93,7 +93,7 @@ total = sum(done["len"])
 out = np.memmap(f"{out}/train.bin", np.uint16, "w+", shape=(total,))
 at = 0
 for i in range(64):
-    batch = done.shard(64, i, contiguous=True).with_format("numpy")
+    batch = done.shard(64, i, contiguous=True).with_format("numpy")[:]
     ids = np.concatenate(batch["ids"])
     out[at : at + len(ids)] = ids
     at += len(ids)
