@@ -152,19 +152,6 @@ class Windows:
         return np.concatenate(parts)
 
 
-def document_positions(x: torch.Tensor, eot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For attention that stays within documents: their number in the row, and places in them.
-
-    Both int64 [count, block_size] like x. A separator is the last token of its document.
-    """
-    begins = torch.zeros_like(x)
-    begins[:, 1:] = x[:, :-1] == eot
-    documents = begins.cumsum(1)
-    places = torch.arange(x.shape[1], device=x.device).expand_as(x)
-    first = torch.where(begins == 1, places, 0).cummax(1).values
-    return documents, places - first
-
-
 def _turns(weights: list[int]) -> np.ndarray:
     """The stream at each place of a period: int64 [sum(weights)].
 

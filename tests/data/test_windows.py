@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from data.shards import Shard
-from data.windows import Windows, _permute, document_positions
+from data.windows import Windows, _permute
 from tests.data.conftest import ramp, write_shards
 
 
@@ -186,10 +186,3 @@ def test_offsets_and_counts_beyond_32_bits_are_exact(tmp_path):  # D12
     for row in (0, 1):
         assert x[row].nonzero().flatten().tolist() == [5] and x[row, 5] == 777
         assert y[row].nonzero().flatten().tolist() == [4]
-
-
-def test_a_document_s_number_and_places_follow_its_separators():
-    x = torch.tensor([[5, 9, 1, 2, 9, 9, 3, 4], [9, 1, 2, 3, 4, 5, 6, 9]])
-    documents, places = document_positions(x, eot=9)
-    assert documents.tolist() == [[0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
-    assert places.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
