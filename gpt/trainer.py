@@ -115,21 +115,24 @@ class Clock:
     steps: int = 0
     seconds: float = 0.0
     durations: list[float] = field(default_factory=list)
+    warm: bool = False
 
     def add(self, seconds: float) -> None:
         self.steps += 1
         self.seconds += seconds
-        self.durations.append(seconds)
-        del self.durations[:-20]
+        if self.warm:  # the first step of a process compiles: it foretells nothing
+            self.durations.append(seconds)
+            del self.durations[:-20]
+        self.warm = True
 
     def rate(self, batch_tokens: int) -> float:
         rate = self.steps * batch_tokens / self.seconds
         self.steps, self.seconds = 0, 0.0
         return rate
 
-    def left(self, steps: int) -> float:
-        """Seconds for so many steps, by the median of the last twenty (a first one compiles)."""
-        return float(np.median(self.durations)) * steps
+    def left(self, steps: int) -> float | None:
+        """Seconds for so many steps, by the median of the last twenty; None before the second."""
+        return float(np.median(self.durations)) * steps if self.durations else None
 
 
 class NonFiniteError(RuntimeError):
@@ -190,6 +193,7 @@ class Trainer:
         self.asked: int | None = None  # the signal this rank got
         self.stop_signal: int | None = None  # the one all ranks agreed on, after an update
         self.tokens_per_sec: float | None = None
+        self.first_line = True
         peak = peak_flops(machine.device, machine.dtype)
         self.mfu_per_token = flops_per_token(model) / (peak * ranks.world_size) if peak else None
 
@@ -372,10 +376,13 @@ class Trainer:
             text += f"  val {val_loss:.3f} ({val_bits:.3f} bits/byte)"
         if due or evaluate:
             self.tracker.log(row)
-        rate_shown = self.tokens_per_sec or config.batch_tokens / self.clock.durations[-1]
-        left = self.clock.left(config.max_steps - step)
-        text += f"  lr {lr:.2e}  {rate_shown:,.0f} tokens/s  {_duration(left)} left"
-        self.tracker.progress(step, config.max_steps, text, due or evaluate or step == 1)
+        text += f"  lr {lr:.2e}"
+        if (left := self.clock.left(config.max_steps - step)) is not None:
+            rate = self.tokens_per_sec or config.batch_tokens / self.clock.durations[-1]
+            text += f"  {rate:,.0f} tokens/s  {_duration(left)} left"
+        self.tracker.progress(step, config.max_steps, text, due or evaluate or self.first_line)
+        # One more line early on, once it is known how long the rest takes.
+        self.first_line = left is None
         if self._save_is_due(last, better):
             self.save(best=better)
         if not last and _due(step, config.sample_every):
