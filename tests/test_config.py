@@ -135,3 +135,11 @@ def test_jobs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
     root = f"paths.root={tmp_path}"
     assert compose_and_run(note, ["-m", "run=x", "optimizer.lr=1e-3,1e-4", root]) == 0
     assert seen == [("x_0", 1e-3), ("x_1", 1e-4)]
+
+
+def test_help_names_every_option() -> None:
+    text = (CONF / "train.yaml").read_text(encoding="utf-8").partition("template:")[2]
+    named = set(text.split())
+    for group in ("experiment", "model", "data", "optimizer", "schedule"):
+        options = {p.stem for p in (CONF / group).glob("*.yaml")} - {"common"}
+        assert options <= named, options - named
