@@ -11,10 +11,14 @@ import json
 import os
 import re
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+if __name__ == "__main__":  # importing torch takes seconds, in which Ctrl-C should just end it
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 
@@ -76,6 +80,7 @@ def _overlap(text: str, stop: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for what the user can mend, 130 for an interrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run(_parse(argv))
         sys.stdout.flush()

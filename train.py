@@ -7,10 +7,14 @@ sample. With no arguments: the quickstart. `run=NAME` continues a run.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # importing torch takes seconds, in which Ctrl-C should just end it
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 from omegaconf import OmegaConf
@@ -89,7 +93,9 @@ def _train(
         state["tracker_run_id"] if state else None,
         state["step"] if state else 0,
     )
-    _announce(tracker, config, model, machine, ranks, manifest, name, continue_with)
+    _announce(
+        tracker, config, model, machine, ranks, manifest, name, state is not None, continue_with
+    )
     trainer = Trainer(
         model=model,
         train=train_windows,
@@ -234,8 +240,10 @@ def _build(config: Config, source: Path | None, manifest: Manifest) -> GPT:
 def _create(folder: Path, config: Config, overrides: list[str], ranks: Ranks) -> None:
     if ranks.is_main:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(OmegaConf.create(to_plain(config)), folder / "config.yaml")
-        OmegaConf.save(OmegaConf.create(overrides), folder / "overrides.yaml")
+        for name, value in (("overrides", overrides), ("config", to_plain(config))):
+            temporary = folder / f".{name}.yaml"
+            OmegaConf.save(OmegaConf.create(value), temporary)
+            os.replace(temporary, folder / f"{name}.yaml")
 
 
 def _token_bytes(shards: Path) -> Any:
@@ -283,6 +291,7 @@ def _announce(
     ranks: Ranks,
     manifest: Manifest,
     name: str,
+    resumed: bool,
     continue_with: str,
 ) -> None:
     m, t = model.config, config.trainer
@@ -304,7 +313,8 @@ def _announce(
     )
     for note in machine.notes:
         tracker.say(f"note: {note}")
-    tracker.say(f"run: {name} (stop with Ctrl-C, go on with: {continue_with})")
+    begun = "continued" if resumed else "new"
+    tracker.say(f"run: {name}, {begun} (stop with Ctrl-C, go on with: {continue_with})")
 
 
 def _say_where(tracker: Tracker, config: Config, state: dict[str, Any]) -> None:
@@ -324,12 +334,14 @@ def _report(
     tracker: Tracker, trainer: Trainer, folder: Path, continue_with: str, stopped_by: int | None
 ) -> None:
     progress = trainer.progress
+    if stopped_by:
+        tracker.say(f"saved at step {progress.step}")
     trainer.show_sample()
     if progress.val_loss is not None:
         tracker.say(f"validation loss {progress.val_loss:.3f} nats a token")
     place = os.path.relpath(folder)
     if stopped_by:
-        tracker.say(f"stopped and saved at step {progress.step}; go on with: {continue_with}")
+        tracker.say(f"stopped after step {progress.step}; go on with: {continue_with}")
         return
     tracker.say(f"done: {progress.step} steps; everything is in {place}")
     tracker.say("what to try next:")
@@ -362,6 +374,7 @@ def arguments(argv: list[str]) -> list[str]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks = distributed.find_ranks()
     try:
         argv = sys.argv[1:]
@@ -374,7 +387,19 @@ def main() -> None:
     except ValueError as e:
         _error(str(e), ranks)
         code = 2
+    except BrokenPipeError:  # `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as e:
+        _error(
+            f"{e.filename or 'a file'}: {e.strerror or e}; the run can't go on without it; mend "
+            "the path, its rights or the disk's room, and start again (paths.root moves all files)",
+            ranks,
+        )
+        code = 2
     except KeyboardInterrupt:
+        if ranks.is_main:
+            print("stopped; what was saved is whole: the same command goes on", file=sys.stderr)
         code = 130
     distributed.leave(ranks, code)
 

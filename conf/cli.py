@@ -20,8 +20,10 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from conf.schema import GROUPS, Config, register, to_config
+from gpt import checkpoint
 from gpt.trainer import TrainerConfig
 
 CONF = Path(__file__).parent
@@ -43,6 +45,11 @@ def compose_and_run(command: Callable[[Config, list[str]], int], argv: list[str]
             raise ValueError(
                 f"{argument} is no option; settings have no dashes; "
                 f"write {argument.lstrip('-')}, or see --help"
+            )
+        if not argument.startswith(("-", "~")) and "=" not in argument:
+            raise ValueError(
+                f"{argument} is no setting; settings are key=value, with no spaces around the =; "
+                "see --help"
             )
     jobs: list[tuple[DictConfig, list[str]]] = []
 
@@ -90,9 +97,18 @@ def stored_overrides(run: Path) -> list[str]:
     """What an existing run was started with; empty for a new one."""
     path = run / "overrides.yaml"
     if not path.is_file():
-        return []
-    loaded = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(loaded, list)
+        found, _ = checkpoint.newest_whole(run / "checkpoints")
+        state = checkpoint.read_state(found) if found else None
+        return [str(item) for item in state["overrides"]] if state else []
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OSError, UnicodeDecodeError):
+        loaded = None
+    if not isinstance(loaded, list):
+        raise ValueError(
+            f"{path} is damaged; the run's settings are unknown; delete it, and they are taken "
+            "from the newest checkpoint"
+        )
     return [str(item) for item in loaded]
 
 

@@ -5,6 +5,7 @@ YAML holds values, dataclasses hold shape: a misspelt key or a wrong type stops 
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
@@ -50,12 +51,10 @@ class Config:
     paths: PathsConfig
 
     def __post_init__(self) -> None:
-        if self.run is not None and (
-            not self.run or set(self.run) & set("/\\") or self.run[0] in ".-"
-        ):
+        if self.run is not None and not re.fullmatch(r"\w[\w.-]*", self.run):
             raise ValueError(
                 f"run={self.run!r} can't be a folder's name; a run lives in a folder of its name; "
-                "use letters, digits, - and _"
+                "use letters, digits, - . and _"
             )
         self.trainer.check_batch(self.model.block_size, world_size=1)
 

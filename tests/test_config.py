@@ -102,6 +102,9 @@ REFUSED = [  # the override, and what the line must name
     ("runtime.device=gpu", "runtime.device=gpu"),
     ("runtime.compile=maybe", "runtime.compile=maybe"),
     ("run=a/b", "run='a/b'"),
+    ("run=a b", "run='a b'"),
+    ("hello", "settings are key=value"),
+    ("--helo", "see --help"),
 ]
 
 

@@ -113,6 +113,11 @@ def test_the_readme_has_the_two_commands_of_ci() -> None:
             assert part in ci
 
 
+def test_no_text_has_a_place_left_to_fill() -> None:
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert [p.name for p in texts if "@@" in p.read_text(encoding="utf-8")] == []
+
+
 def test_no_tracked_file_is_an_artifact() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
