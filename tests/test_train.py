@@ -94,6 +94,20 @@ def test_a_finished_run_opens_in_transformers(train_run: TrainRun) -> None:
         torch.testing.assert_close(ours(idx), theirs(idx).logits, atol=1e-5, rtol=0)
 
 
+def test_how_a_step_is_cut_changes_nothing(train_run: TrainRun) -> None:
+    """T04: 8 windows at once, 4 × 2 and 8 × 1: the same loss and gradient norm every step."""
+    base = ["trainer.log_every=1", "trainer.max_steps=4", "trainer.eval_every=null"]
+    rows = []
+    for size in (8, 2, 1):
+        code, run = train_run(*base, f"trainer.micro_batch_size={size}", name=f"micro{size}")
+        assert code == 0
+        rows.append(read_metrics(run))
+    for other in rows[1:]:
+        for a, b in zip(rows[0], other, strict=True):
+            assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-6)
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+
+
 def test_no_validation_no_best(train_run: TrainRun) -> None:
     code, run = train_run("trainer.eval_every=null")
     assert code == 0
@@ -157,6 +171,7 @@ def test_dropout_was_on(straight: dict[str, torch.Tensor], train_run: TrainRun) 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own inner workings
 def test_resuming_gives_the_same_bits_compiled(
     train_run: TrainRun, straight: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
