@@ -16,7 +16,7 @@ def test_warm_up_starts_above_zero_and_reaches_the_peak_once() -> None:
     """T12"""
     scales = [lr_scale(cosine(100), step, 1000) for step in range(1000)]
     assert scales[0] == pytest.approx(0.01)
-    rises = [b - a for a, b in itertools.pairwise(scales)]
+    rises = [b - a for a, b in itertools.pairwise(scales[:100])]
     assert rises == pytest.approx([0.01] * 99)
     assert max(scales) == scales[99] == 1.0 and scales.count(1.0) == 1
     assert scales[-1] == pytest.approx(0.1, abs=1e-12)
