@@ -8,6 +8,7 @@ j = i·world_size + rank of it holds rows [j·B, (j+1)·B), and its dropout is s
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -408,7 +409,10 @@ class Trainer:
                     signal.signal(n, old)
                 raise KeyboardInterrupt
             self.asked = number
-            self.tracker.say("stopping after this step (once more: at once, without saving)")
+            if self.ranks.is_main:
+                # Straight to the terminal: the console may be in the middle of a line, which a
+                # print from here would make it write twice.
+                os.write(2, b"\nstopping after this step (once more: at once, without saving)\n")
 
         before = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
