@@ -82,6 +82,14 @@ def main(argv: list[str]) -> int:
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except OSError as e:
+        where = e.filename or "a file"
+        print(
+            f"error: {where}: {e.strerror or e}; no tokenizer was written; mend the path, its "
+            "rights or the disk's room, and run this again",
+            file=sys.stderr,
+        )
+        return 2
 
 
 if __name__ == "__main__":

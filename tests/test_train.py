@@ -443,6 +443,8 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path: Path, tiny_args: list[st
             if line.split()[:1] == ["step"] and line.split()[1].startswith("20/"):
                 process.send_signal(2)
         assert process.wait(60) == 130
+    steps = [line.split()[1] for line in lines if line.split()[:1] == ["step"]]
+    assert len(steps) == len(set(steps))  # the signal comes while a line is written: once, whole
     text = "".join(lines)
     assert "go on with: python train.py run=r" in text and "sample after step" in text
     state = checkpoint.verify((tmp_path / "runs/r/checkpoints/latest").resolve())
