@@ -23,10 +23,11 @@ if __name__ == "__main__":  # importing torch takes seconds, in which Ctrl-C sho
 import torch
 
 from data.tokenizer import Tokenizer, load_tokenizer
-from gpt.checkpoint import load_model, read_state, resolve
+from gpt.checkpoint import load_model
+from gpt.config import Attention, DType, RuntimeConfig
+from gpt.folders import read_state, resolve
 from gpt.generate import check_settings, stream
 from gpt.model import GPT
-from gpt.runtime import Attention, DType, RuntimeConfig
 from gpt.runtime import resolve as resolve_runtime
 
 # Everything that can act on a terminal: C0 but tab and newline, DEL, and C1 (0x9b starts escapes).

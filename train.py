@@ -25,7 +25,7 @@ from data.prepare import prepare
 from data.shards import Manifest, load_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.windows import Windows
-from gpt import checkpoint, distributed, runtime
+from gpt import checkpoint, distributed, folders, runtime
 from gpt.distributed import Ranks
 from gpt.generate import generate
 from gpt.model import GPT
@@ -60,8 +60,8 @@ def _train(
     name = config.run or distributed.from_main(_new_name(config, root), ranks)
     folder = root / "runs" / name
     continue_with = f"python train.py run={name}" + _root_override(overrides)
-    found, complaints = checkpoint.newest_whole(folder / "checkpoints")
-    state = checkpoint.read_state(found) if found else None
+    found, complaints = folders.newest_whole(folder / "checkpoints")
+    state = folders.read_state(found) if found else None
     for complaint in complaints:
         tracker.say(f"warning: {complaint}; going back to {found}")
     if state is not None:
@@ -73,7 +73,7 @@ def _train(
             )
             return 0
 
-    source = checkpoint.find_weights(config.init_from, root) if config.init_from else None
+    source = folders.find_weights(config.init_from, root) if config.init_from else None
     shards = Path(distributed.from_main(_prepare(config, root, tracker, ranks), ranks))
     manifest = load_manifest(shards)
     if state is not None and state["data_fingerprint"] != manifest.fingerprint:
@@ -132,7 +132,7 @@ def _train(
     try:
         stopped_by = trainer.run()
     except NonFiniteError as e:
-        last = checkpoint.step_name(trainer.saved_step) if trainer.saved_step else "none yet"
+        last = folders.step_name(trainer.saved_step) if trainer.saved_step else "none yet"
         tracker.close(exit_code=1)  # first, so that the error is the last thing seen
         _error(
             f"{e}; going on would ruin the weights, so the run has stopped; last good checkpoint: "
@@ -368,7 +368,7 @@ def arguments(argv: list[str]) -> list[str]:
     given = merge_overrides(stored, [a for a in argv if not a.startswith("-")])
     init_from = next((a.partition("=")[2] for a in given if a.startswith("init_from=")), "")
     if init_from and init_from != "null" and not stored:
-        shape = checkpoint.shape_overrides(checkpoint.find_weights(init_from, root))
+        shape = checkpoint.shape_overrides(folders.find_weights(init_from, root))
         given = merge_overrides(shape, given)
     return [a for a in argv if a.startswith("-")] + given
 

@@ -23,8 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.schema import GROUPS, Config, register, to_config
-from gpt import checkpoint
-from gpt.trainer import TrainerConfig
+from gpt import folders
+from gpt.config import TrainerConfig
 
 CONF = Path(__file__).parent
 FLAGS = {
@@ -97,8 +97,8 @@ def stored_overrides(run: Path) -> list[str]:
     """What an existing run was started with; empty for a new one."""
     path = run / "overrides.yaml"
     if not path.is_file():
-        found, _ = checkpoint.newest_whole(run / "checkpoints")
-        state = checkpoint.read_state(found) if found else None
+        found, _ = folders.newest_whole(run / "checkpoints")
+        state = folders.read_state(found) if found else None
         return [str(item) for item in state["overrides"]] if state else []
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path))

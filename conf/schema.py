@@ -22,12 +22,9 @@ from data.sources import (
     TextConfig,
     TokensConfig,
 )
-from gpt.model import GPTConfig
-from gpt.optimizer import AdamWConfig
-from gpt.runtime import RuntimeConfig
+from gpt.config import AdamWConfig, GPTConfig, RuntimeConfig, TrainerConfig
 from gpt.schedule import ConstantConfig, CosineConfig, ScheduleConfig, WSDConfig
 from gpt.tracker import TrackerConfig
-from gpt.trainer import TrainerConfig
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """Documents in pieces of bounded size, cut only where GPT-2's pre-tokenisation cuts too."""
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,11 @@ _BEFORE_SPACE = re.compile(r"(?<=\S)[ \n\t\r]")
 _AFTER_MARK = re.compile(
     "(?<=[,.;:!?\u2026\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
     "[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]"
+)
+# \\s of GPT-2's pattern (Unicode's White_Space, which Python's own differs from)
+_SPACES = frozenset(
+    "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000"
+    + "".join(map(chr, range(0x2000, 0x200B)))
 )
 
 
@@ -74,3 +80,32 @@ def _last_cut(text: str, start: int, end: int) -> int:
                 break
             reach *= 16
     return start
+
+
+def border_at(text: str, at: int) -> str:
+    """What GPT-2's pattern makes of the place before text[at], 0 < at < len(text).
+
+    "between": two matches meet there, so the ids on either side do not depend on each other.
+    "within": it lies in one match, and is matched as two when the text is cut there, nothing else
+    changing; whether the ids are those of the whole is then for the merges to say. "": neither is
+    sure.
+    """
+    left, right = _kind(text[at - 1]), _kind(text[at])
+    if not left or not right:
+        return ""
+    if left != right:
+        # text before a space or after one may be matched with it, an apostrophe with letters
+        return "between" if "s" not in left + right and text[at - 1] != "'" else ""
+    if text[at] == "'" or (left == "L" and _kind(text[max(0, at - 2)]) != "L"):
+        return ""  # at the start or in the middle of 's, 'll and their like
+    return "within"
+
+
+def _kind(char: str) -> str:
+    """L, N, s(pace), o(ther) as in the pattern; "" where versions of Unicode could disagree."""
+    if char in _SPACES:
+        return "s"
+    category = unicodedata.category(char)
+    if category[0] in "LN":
+        return category[0]
+    return "o" if category[0] in "PSM" or category in ("Cc", "Cf") else ""

@@ -5,21 +5,21 @@ import hashlib
 import importlib.util
 import itertools
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
+from data.pieces import border_at, cut_text
+
 EOT = "<|endoftext|>"
 # GPT-2's pre-tokenisation, as published; then with possessive quantifiers: the same, sooner.
 SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# \\s of the pattern (Unicode's White_Space, which Python's own differs from), very often
-_LONG_SPACE = re.compile(
-    "[\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]{20000,}"
-)
+# tiktoken takes some 50 bytes a byte for one match, and gives up on a million spaces
+_LONG = 1 << 19
+_CHUNK = 1 << 17
 _GPT2_CLASSES = {"GPT2Tokenizer", "GPT2TokenizerFast"}
 
 Merges = list[tuple[bytes, bytes]]
@@ -84,52 +84,71 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are ordinary text, lone surrogates U+FFFD."""
-        try:  # not encode_ordinary: that panics where this one raises
-            return self._encoding.encode(text, disallowed_special=())
-        except ValueError:
-            return self._encode_spaces_apart(replace_surrogates(text))
+        try:
+            return self._ids(text).tolist()
+        except UnicodeEncodeError:
+            return self._ids(replace_surrogates(text)).tolist()
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> np.ndarray:
         """Ids of (text, whether a document ends with it), EOT after those: uint32 [n].
 
         Frees the GIL meanwhile. Raises UnicodeEncodeError for lone surrogates.
         """
-        ends = sum([last for _, last in pieces])
-        if ends == len(pieces):
-            joined = EOT.join([*(text for text, _ in pieces), ""])
-        else:
-            joined = "".join([text + EOT if last else text for text, last in pieces])
-        if joined.count(EOT) == ends:
-            try:
+        if all([len(text) <= _LONG for text, _ in pieces]):
+            ends = sum([last for _, last in pieces])
+            if ends == len(pieces):
+                joined = EOT.join([*(text for text, _ in pieces), ""])
+            else:
+                joined = "".join([text + EOT if last else text for text, last in pieces])
+            if joined.count(EOT) == ends:
                 return self._encoding.encode_to_numpy(
                     joined, allowed_special={EOT}, disallowed_special=()
                 )
-            except UnicodeEncodeError:
-                raise
-            except ValueError:  # the regex gave up; one document of these is to blame
-                pass
-        # or a text holds the separator's own: joined with the rest it would become one
-        ids: list[int] = []
+        # a long text, or one that holds the separator's own: joined it would become one
+        eot = np.array([self.eot], np.uint32)
+        ids = [np.empty(0, np.uint32)]
         for text, last in pieces:
-            text.encode()  # raises for surrogates
-            ids += self.encode(text)
-            if last:
-                ids.append(self.eot)
-        return np.array(ids, np.uint32)
+            ids += [self._ids(text), eot] if last else [self._ids(text)]
+        return np.concatenate(ids)
 
-    def _encode_spaces_apart(self, text: str) -> list[int]:
-        """What encode gives where tiktoken's regex runs out of stack: on very long whitespace.
+    def _ids(self, text: str) -> np.ndarray:
+        """Ids of ordinary text: uint32 [n]. Raises UnicodeEncodeError for lone surrogates."""
+        if len(text) <= _LONG:
+            # not encode_ordinary: that panics where this one raises
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        parts = [self._ids_in_chunks(piece) for piece, _ in cut_text([text])]
+        return np.concatenate(parts)
 
-        Of such a run the pattern takes all, or all but the last character where text follows.
+    def _ids_in_chunks(self, text: str) -> np.ndarray:
+        """What encoding `text` at once gives, for text that holds hardly a place to cut.
+
+        A chunk ends where one of its tokens does. If the tokens on either side of such a place,
+        put together, encode to themselves, no merge crosses it: the first merge that did would be
+        made in those two alone as well, since up to it both were merged as they are by themselves
+        and BPE takes the lowest rank first, the leftmost of equals.
         """
-        ids: list[int] = []
-        at = 0
-        for run in _LONG_SPACE.finditer(text):
-            end = run.end() if run.end() == len(text) else run.end() - 1
-            ids += self._encoding.encode(text[at : run.start()], disallowed_special=())
-            ids += self._encoding._encode_single_piece(text[run.start() : end])
-            at = end
-        return ids + self._encoding.encode(text[at:], disallowed_special=())
+        ids = self._encoding.encode_to_numpy(text[:_CHUNK], disallowed_special=())
+        done, start, end = [], 0, min(_CHUNK, len(text))
+        while end < len(text):
+            # the last chunk is no short one, which tiktoken might look up instead of merging
+            next_end = len(text) if len(text) - end < 2 * _CHUNK else end + _CHUNK
+            for keep in range(len(ids) - 1, max(0, len(ids) - 64), -1):
+                at = end - _characters(self.decode_bytes(ids[keep:]))
+                border = border_at(text, at) if start < at < end else ""
+                if not border:
+                    continue
+                more = self._encoding.encode_to_numpy(text[at:next_end], disallowed_special=())
+                pair = ids[keep - 1 : keep].tolist() + more[:1].tolist()
+                if border == "between" or pair == self._encoding._encode_single_piece(
+                    self.decode_bytes(pair)
+                ):
+                    done.append(ids[:keep])
+                    ids, start = more, at
+                    break
+            else:  # nowhere to cut: a longer chunk
+                ids = self._encoding.encode_to_numpy(text[start:next_end], disallowed_special=())
+            end = next_end
+        return np.concatenate([*done, ids])
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return self._encoding.decode_bytes([int(i) for i in ids])
@@ -233,6 +252,14 @@ def _as_files(ranks: dict[bytes, int], specials: dict[str, int]) -> Files:
     vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
     merges = [f"{_to_chars(a)} {_to_chars(b)}\n" for a, b in recover_merges(ranks)]
     return json.dumps(vocab, ensure_ascii=False), "#version: 0.2\n" + "".join(merges)
+
+
+def _characters(text: bytes) -> int:
+    """How many characters these bytes are; 0 where they begin within one."""
+    try:
+        return len(text.decode())
+    except UnicodeDecodeError:
+        return 0
 
 
 def _write(path: Path, text: str) -> None:

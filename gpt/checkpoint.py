@@ -1,4 +1,4 @@
-"""A checkpoint folder: write, verify, find, prune, load.
+"""A checkpoint folder: write and load.
 
 A checkpoint is a Hugging Face GPT-2 folder (model.safetensors, config.json, the tokenizer's
 files), which other tools open as it is, and beside it what training needs: the optimizer's
@@ -8,12 +8,9 @@ is written last; a folder is a checkpoint when state.json is whole and the sums 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gpt.config import GPTConfig
+from gpt.folders import FORMAT, MOMENTS, STATE, TEMPORARY, TOKENIZER_FILES, WEIGHTS, sha256, verify
 from gpt.huggingface import config_from_hf, from_hf, hf_config, to_hf
-from gpt.model import GPT, GPTConfig
-
-FORMAT = 1
-STATE = "state.json"
-WEIGHTS = "model.safetensors"
-MOMENTS = "training/optimizer.safetensors"
-TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json")
-_STEP = re.compile(r"step_(\d{8,})")
-_TEMPORARY = ".writing-"
-
+from gpt.model import GPT
 
 # --- writing
 
@@ -49,7 +39,7 @@ def write(
 
     Everything goes to a folder of another name, is synced to the disk, and takes its name last.
     """
-    temporary = folder.with_name(_TEMPORARY + folder.name)
+    temporary = folder.with_name(TEMPORARY + folder.name)
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / "training").mkdir(parents=True)
     save_file(to_hf(model.state_dict(), model.config), temporary / WEIGHTS, {"format": "pt"})
@@ -60,7 +50,7 @@ def write(
             shutil.copyfile(tokenizer / name, temporary / name)
     files = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
     sums = {
-        name: {"sha256": _sha256(temporary / name), "size": (temporary / name).stat().st_size}
+        name: {"sha256": sha256(temporary / name), "size": (temporary / name).stat().st_size}
         for name in files
     }
     _write_json(temporary / STATE, {"format": FORMAT, **state, "files": sums})
@@ -70,27 +60,6 @@ def write(
         shutil.rmtree(folder)
     os.rename(temporary, folder)
     _sync(folder.parent)
-
-
-def link(name: str, folder: Path) -> None:
-    """Point the sibling link `name` (latest, best) at a checkpoint, in one move."""
-    temporary = folder.parent / f"{_TEMPORARY}{name}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(folder.name)
-    os.replace(temporary, folder.parent / name)
-
-
-def prune(checkpoints: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` and the best, and what interrupted saves left."""
-    best = checkpoints / "best"
-    keep = {best.resolve()} if best.exists() else set()
-    keep |= {folder.resolve() for folder in steps(checkpoints)[-keep_last:]}
-    for folder in steps(checkpoints):
-        if folder.resolve() not in keep:
-            shutil.rmtree(folder)
-    for leftover in checkpoints.glob(_TEMPORARY + "*"):
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -105,158 +74,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# --- finding
-
-
-def steps(checkpoints: Path) -> list[Path]:
-    """The step folders, oldest first."""
-    if not checkpoints.is_dir():
-        return []
-    found = [p for p in checkpoints.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name[5:]))
-
-
-def step_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose sums agree, and what is wrong with the newer ones.
-
-    Raises ValueError where there are checkpoints and none is whole.
-    """
-    complaints: list[str] = []
-    for folder in reversed(steps(checkpoints)):
-        try:
-            verify(folder)
-            return folder, complaints
-        except ValueError as e:
-            complaints.append(str(e))
-    if complaints:
-        raise ValueError(complaints[0])
-    return None, []
-
-
-def resolve(name_or_path: str | None, root: Path) -> Path:
-    """What a command's positional argument means: a folder that exists, else a run's name.
-
-    A run means its newest checkpoint (`latest`), None the newest run that has one. Raises
-    ValueError where there is none.
-    """
-    runs = root / "runs"
-    if name_or_path is not None and Path(name_or_path).exists():
-        folder = Path(name_or_path)
-        if (folder / "checkpoints").is_dir():
-            return _latest(folder)
-        return folder
-    if name_or_path is not None:
-        if (runs / name_or_path).is_dir():
-            return _latest(runs / name_or_path)
-        known = sorted(p.name for p in runs.iterdir() if p.is_dir()) if runs.is_dir() else []
-        raise ValueError(
-            f"{name_or_path} is neither a folder nor a run; there is nothing to open; "
-            + (f"runs under {runs}: {', '.join(known)}" if known else f"no runs are under {runs}")
-        )
-    latest = [p for p in runs.glob("*/checkpoints/latest") if p.exists()] if runs.is_dir() else []
-    if not latest:
-        begun = [p for p in runs.iterdir() if p.is_dir()] if runs.is_dir() else []
-        if begun:
-            return _latest(max(begun, key=lambda p: p.stat().st_mtime))
-        raise ValueError(
-            f"no run is under {runs}; there is nothing to open; train one with python train.py, "
-            "or name a checkpoint folder"
-        )
-    return max(latest, key=lambda p: (p / STATE).stat().st_mtime).resolve()
-
-
-def _latest(run: Path) -> Path:
-    latest = run / "checkpoints" / "latest"
-    if not latest.exists():
-        raise ValueError(
-            f"run {run.name} has no checkpoint yet; there are no weights to open; the first is "
-            f"written {_first_save(run)}"
-        )
-    return latest.resolve()
-
-
-def _first_save(run: Path) -> str:
-    try:
-        text = (run / "config.yaml").read_text(encoding="utf-8")
-    except OSError:
-        return "once it trains"
-    every = re.search(r"save_every: (\d+)", text)
-    return f"at step {every[1]}, or when it is stopped" if every else "when it ends or is stopped"
-
-
 # --- reading
-
-
-def read_state(folder: str | Path) -> dict[str, Any] | None:
-    """state.json, or None for a folder that has none (a Hugging Face one). ValueError if broken."""
-    path = Path(folder) / STATE
-    if not path.exists():
-        return None
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        if state["format"] != FORMAT:
-            raise ValueError(
-                f"{path} has format {state['format']} and this version reads {FORMAT}; it can't "
-                "be continued here; use the version that wrote it"
-            )
-        if not isinstance(state["files"], dict) or not isinstance(state["step"], int):
-            raise KeyError("files, step")
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ValueError(
-            f"{path} is truncated or altered ({type(e).__name__}); the checkpoint can't be "
-            "trusted; use an earlier one"
-        ) from e
-    out: dict[str, Any] = state
-    return out
-
-
-def verify(folder: Path, training: bool = True) -> dict[str, Any]:
-    """Check every file's size and sum against state.json, which is returned.
-
-    `training` False leaves out the optimizer's moments. Raises ValueError naming the file.
-    """
-    state = read_state(folder)
-    if state is None:
-        raise ValueError(
-            f"{folder} has no {STATE}; it holds weights at most, no training to continue; "
-            f"to start from its weights use init_from={folder}"
-        )
-    names = [n for n in state["files"] if training or not n.startswith("training/")]
-    if WEIGHTS not in names or (training and MOMENTS not in names):
-        raise ValueError(
-            f"{folder / STATE} lists no weights or no moments; the checkpoint can't be trusted; "
-            "use an earlier one"
-        )
-    with ThreadPoolExecutor(2) as pool:  # hashing leaves the GIL alone
-        for name, problem in zip(names, pool.map(lambda n: _problem(folder, n, state), names)):
-            if problem:
-                raise ValueError(
-                    f"{folder / name} {problem}; it was truncated or altered, so nothing of this "
-                    "checkpoint is used; restore the file, or use an earlier checkpoint"
-                )
-    return state
-
-
-def _problem(folder: Path, name: str, state: dict[str, Any]) -> str | None:
-    path, entry = folder / name, state["files"][name]
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        return "lies outside its folder"
-    if not path.is_file():
-        return "is missing"
-    if path.stat().st_size != entry["size"]:
-        return f"has {path.stat().st_size} bytes instead of {entry['size']}"
-    if _sha256(path) != entry["sha256"]:
-        return "has another sha256 than when it was saved"
-    return None
 
 
 def load_model(
@@ -276,26 +94,6 @@ def load_model(
     model.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
     model.requires_grad_()
     return model.to(device).eval()
-
-
-def find_weights(name: str, root: Path) -> Path:
-    """The folder that `init_from` means: a path, a run, or a model id of the Hugging Face hub.
-
-    Raises ValueError where it is none of these or the hub can't be reached.
-    """
-    if Path(name).exists() or (root / "runs" / name).is_dir():
-        return resolve(name, root)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
-        raise ValueError(
-            f"init_from={name} is no folder, no run, and could not be had from the Hugging Face "
-            f"hub ({type(e).__name__}); there are no weights to start from; correct it, or "
-            "download the folder and name it"
-        ) from e
 
 
 def shape_overrides(folder: Path) -> list[str]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.model import INIT_STD, LAYER_NORM_EPS, VOCAB_MULTIPLE, GPTConfig
+from gpt.config import GPTConfig
+from gpt.model import INIT_STD, LAYER_NORM_EPS, VOCAB_MULTIPLE
 
 # Segments that wrappers (DDP, torch.compile, FSDP, checkpointing) put into parameter names.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}

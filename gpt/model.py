@@ -11,57 +11,18 @@ Shape letters: B batch, T time, C channels (n_embd), H heads, D head size, V voc
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpt.config import GPTConfig as GPTConfig  # noqa: PLC0414  (people import it from here)
 
 INIT_STD = 0.02
 LAYER_NORM_EPS = 1e-5
 VOCAB_MULTIPLE = 64
-
-
-@dataclass(kw_only=True, slots=True)
-class GPTConfig:
-    """A GPT-2's shape. `vocab_size` None means the tokenizer's; it is filled in before building."""
-
-    block_size: int
-    vocab_size: int | None
-    n_layer: int
-    n_head: int
-    n_embd: int
-    embd_dropout: float
-    attn_dropout: float
-    resid_dropout: float
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"model.{name}={getattr(self, name)} is not positive; "
-                    f"there is no such model; set it to 1 or more"
-                )
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise ValueError(
-                f"model.vocab_size={self.vocab_size} is not positive; "
-                "there is nothing to predict; leave it null to take the tokenizer's"
-            )
-        if self.n_embd % self.n_head:
-            raise ValueError(
-                f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}; "
-                "every head needs the same whole number of channels; change one of the two"
-            )
-        for name in ("embd_dropout", "attn_dropout", "resid_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"model.{name}={getattr(self, name)} is not a probability below 1; "
-                    "it is the share of values set to zero; choose one from 0 to 0.99"
-                )
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
 
 
 def reference_attention(
@@ -151,11 +112,21 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, attention)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=LAYER_NORM_EPS)
         self.mlp = MLP(config)
+        self.recompute = False
+        self.body: Callable[[Tensor, Tensor | None], Tensor] = self._body  # or compiled
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _body(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), mask)
         x = x + self.mlp(self.ln_2(x))
         return x
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[B, T, C] → [B, T, C]. With `recompute`, only x is kept for the backward pass, which runs
+        the block again, with the same dropout: memory for time (Chen et al. 2016)."""
+        if self.recompute and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self.body, x, mask, use_reentrant=False)
+            return out
+        return self.body(x, mask)
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:

@@ -2,40 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
-
-@dataclass(kw_only=True, slots=True)
-class AdamWConfig:
-    """AdamW (Loshchilov & Hutter 2019). `lr` is the peak; the schedule multiplies it."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(
-                f"optimizer.lr={self.lr} is not positive; nothing would be learned; "
-                "choose a rate above 0, such as 6e-4"
-            )
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)} is outside [0, 1); "
-                    "it is the weight of the past in a running mean; choose one below 1"
-                )
-        if self.eps <= 0 or self.weight_decay < 0:
-            raise ValueError(
-                f"optimizer.eps={self.eps}, optimizer.weight_decay={self.weight_decay}: the first "
-                "must be above 0, the second not below; the update is undefined or grows weights; "
-                "use 1e-8 and 0.1"
-            )
+from gpt.config import AdamWConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

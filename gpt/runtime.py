@@ -7,45 +7,12 @@ import os
 import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-
-class DType(str, Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Attention(str, Enum):
-    flash = "flash"
-    reference = "reference"
-
-
-@dataclass(kw_only=True, slots=True)
-class RuntimeConfig:
-    device: str
-    dtype: DType
-    compile: Any  # auto, or a boolean: OmegaConf 2.3 fails on merging a union
-    attention: Attention
-    deterministic: bool
-
-    def __post_init__(self) -> None:
-        kind, _, index = self.device.partition(":")
-        if kind not in ("auto", "cpu", "cuda", "mps") or (index and not index.isdigit()):
-            raise ValueError(
-                f"runtime.device={self.device} is no device; training needs one to run on; "
-                "use auto, cpu, cuda, cuda:N or mps"
-            )
-        if self.compile not in (True, False, "auto"):
-            raise ValueError(
-                f"runtime.compile={self.compile} is none of auto, true, false; "
-                "it says whether torch.compile is used; choose one of the three"
-            )
+from gpt.config import DType, RuntimeConfig
 
 
 @dataclass(slots=True)
@@ -165,18 +132,20 @@ def compile_blocks(model: nn.Module) -> None:
     about the same speed; and the embedding must stay outside, since its compiled backward adds
     in any order and the bits of a run would differ from one process to the next.
     """
-    blocks = model.h
-    assert isinstance(blocks, nn.ModuleList)
-    for block in blocks:
-        block.compile(dynamic=False)
+    for block in _blocks(model):
+        block.body = torch.compile(block.body, dynamic=False)
 
 
 def uncompile_blocks(model: nn.Module) -> None:
     """Back to eager, on a machine where compiling failed."""
+    for block in _blocks(model):
+        block.body = block._body
+
+
+def _blocks(model: nn.Module) -> Any:
     blocks = model.h
     assert isinstance(blocks, nn.ModuleList)
-    for block in blocks:
-        block._compiled_call_impl = None
+    return blocks
 
 
 def seed_of(*parts: int | str) -> int:

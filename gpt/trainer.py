@@ -21,70 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt import checkpoint, distributed, runtime
+from gpt import checkpoint, distributed, folders, runtime
+from gpt.config import AdamWConfig, TrainerConfig
 from gpt.distributed import Ranks
 from gpt.loss import IGNORE, NextTokenLoss
 from gpt.metrics import bits_per_byte, flops_per_token, peak_flops
 from gpt.model import GPT
-from gpt.optimizer import AdamWConfig, build_optimizer, set_lr
+from gpt.optimizer import build_optimizer, set_lr
 from gpt.runtime import Runtime
 from gpt.schedule import ScheduleConfig, lr_scale
 from gpt.tracker import Tracker
-
-
-@dataclass(kw_only=True, slots=True)
-class TrainerConfig:
-    """`batch_tokens` an optimizer step over all ranks; `micro_batch_size` windows at once on one.
-
-    Periods are in steps (`save_minutes` in minutes); null or 0 switches one off.
-    """
-
-    seed: int
-    max_steps: int
-    batch_tokens: int
-    micro_batch_size: int
-    grad_clip: float | None
-    eval_every: int | None
-    eval_tokens: int
-    save_every: int | None
-    save_minutes: float | None
-    keep_last: int
-    log_every: int
-    sample_every: int | None
-
-    def __post_init__(self) -> None:
-        for name in (
-            "max_steps",
-            "batch_tokens",
-            "micro_batch_size",
-            "eval_tokens",
-            "keep_last",
-            "log_every",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"trainer.{name}={getattr(self, name)} is not positive; a run needs at least "
-                    "one; set it to 1 or more"
-                )
-        for name in ("eval_every", "save_every", "save_minutes", "sample_every", "grad_clip"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(
-                    f"trainer.{name}={value} is negative; null or 0 switches it off; "
-                    "use that, or a positive number"
-                )
-
-    def check_batch(self, block_size: int, world_size: int) -> None:
-        """Raises ValueError where ranks and micro-batches can't share out a step evenly."""
-        micro = block_size * self.micro_batch_size * world_size
-        if self.batch_tokens % micro:
-            below = self.batch_tokens // micro * micro
-            near = f"{below} or {below + micro}" if below else f"{micro}"
-            raise ValueError(
-                f"trainer.batch_tokens={self.batch_tokens} is not a multiple of {micro} "
-                f"(block_size {block_size} × micro_batch_size {self.micro_batch_size} × "
-                f"{world_size} ranks); a step can't be dealt out evenly; nearest that can: {near}"
-            )
 
 
 class Data(Protocol):
@@ -305,7 +251,7 @@ class Trainer:
     def save(self, best: bool = False) -> None:
         """Write a checkpoint of this step, and point `latest` (and `best`) at it."""
         if self.ranks.is_main:
-            folder = self.checkpoints / checkpoint.step_name(self.progress.step)
+            folder = self.checkpoints / folders.step_name(self.progress.step)
             progress = self.progress
             state = {
                 "step": progress.step,
@@ -322,10 +268,10 @@ class Trainer:
                 checkpoint.write(
                     folder, self.model, self.optimizer, state, self.eot, self.tokenizer
                 )
-            checkpoint.link("latest", folder)
+            folders.link("latest", folder)
             if best:
-                checkpoint.link("best", folder)
-            checkpoint.prune(self.checkpoints, self.config.keep_last)
+                folders.link("best", folder)
+            folders.prune(self.checkpoints, self.config.keep_last)
         self.saved_step = self.progress.step
         self.last_save = time.monotonic()
         distributed.barrier(self.ranks)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import sample
 from data.tokenizer import Tokenizer, load_tokenizer
-from gpt import checkpoint
+from gpt import checkpoint, folders
 from gpt.huggingface import hf_config, to_hf
 from gpt.model import GPT, GPTConfig
 
@@ -270,14 +270,14 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for step, text, loss in ((100, b"best", 2.5), (200, b"latest", 2.71828)):
         model = reciter(text)
         checkpoint.write(
-            checkpoints / checkpoint.step_name(step),
+            checkpoints / folders.step_name(step),
             model,
             torch.optim.AdamW(model.parameters()),
             {"step": step, "val_loss": loss},
             256,
             tmp_path / "tokenizer",
         )
-        checkpoint.link(text.decode(), checkpoints / checkpoint.step_name(step))
+        folders.link(text.decode(), checkpoints / folders.step_name(step))
     return tmp_path
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import train
 from conf.cli import stored_overrides
-from gpt import checkpoint, trainer
+from gpt import checkpoint, folders, trainer
 from gpt.tracker import read_metrics
 
 ROOT = Path(train.__file__).parent
@@ -26,7 +26,7 @@ DROPOUT = [f"model.{name}_dropout=0.1" for name in ("embd", "attn", "resid")]
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """Weights and moments of a run's newest checkpoint."""
     folder = run / "checkpoints" / "latest"
-    return load_file(folder / checkpoint.WEIGHTS) | load_file(folder / checkpoint.MOMENTS)
+    return load_file(folder / folders.WEIGHTS) | load_file(folder / folders.MOMENTS)
 
 
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -69,7 +69,7 @@ def test_the_walk_leaves_what_the_contract_names(train_run: TrainRun) -> None:
     links = {name: os.readlink(run / "checkpoints" / name) for name in ("latest", "best")}
     assert links["latest"] == "step_00000020"
     best = min((r for r in rows if "val/loss" in r), key=lambda r: r["val/loss"])
-    assert links["best"] == checkpoint.step_name(best["step"])
+    assert links["best"] == folders.step_name(best["step"])
     folder = run / "checkpoints" / "latest"
     state = json.loads((folder / "state.json").read_text())
     assert state["step"] == 20 and state["tokens_seen"] == 5120
@@ -187,8 +187,8 @@ def test_resuming_gives_the_same_bits_compiled(
 
     _, compiled = train_run(*args, name="compiled")
     _, eager = train_run(name="eager")
-    a = load_file(compiled / "checkpoints" / "latest" / checkpoint.WEIGHTS)
-    b = load_file(eager / "checkpoints" / "latest" / checkpoint.WEIGHTS)
+    a = load_file(compiled / "checkpoints" / "latest" / folders.WEIGHTS)
+    b = load_file(eager / "checkpoints" / "latest" / folders.WEIGHTS)
     losses = [read_metrics(r)[-1]["train/loss"] for r in (compiled, eager)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for name in a:
@@ -254,7 +254,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
     assert code == 1
     error = capsys.readouterr().err
     assert "error: step 11: loss nan" in error and "step_00000010" in error
-    checkpoint.verify(run / "checkpoints" / "step_00000010")
+    folders.verify(run / "checkpoints" / "step_00000010")
 
 
 # --- what is refused
@@ -384,7 +384,7 @@ def test_init_from_a_run_keeps_its_weights_and_takes_its_shape(
     monkeypatch.setattr(trainer.Trainer, "run", look)
     code, _ = train_run(f"init_from={finished}", name="tuned")
     assert code == 0 and seen["step"] == 0
-    before = load_file(finished / "checkpoints" / "latest" / checkpoint.WEIGHTS)
+    before = load_file(finished / "checkpoints" / "latest" / folders.WEIGHTS)
     assert torch.equal(seen["wte"][:257], before["transformer.wte.weight"])
 
 
@@ -447,7 +447,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path: Path, tiny_args: list[st
     assert len(steps) == len(set(steps))  # the signal comes while a line is written: once, whole
     text = "".join(lines)
     assert "go on with: python train.py run=r" in text and "sample after step" in text
-    state = checkpoint.verify((tmp_path / "runs/r/checkpoints/latest").resolve())
+    state = folders.verify((tmp_path / "runs/r/checkpoints/latest").resolve())
     step = state["step"]
     done = command(f"paths.root={tmp_path}", "run=r", f"trainer.max_steps={step + 5}")
     assert done.returncode == 0, done.stderr
@@ -464,7 +464,7 @@ def test_wandb_offline_writes_one_run_and_asks_nothing(
     run = tmp_path / "runs" / "r"
     assert len(list((run / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
     assert read_metrics(run)[-1]["step"] == 20
-    assert (checkpoint.read_state(run / "checkpoints" / "latest") or {})["tracker_run_id"]
+    assert (folders.read_state(run / "checkpoints" / "latest") or {})["tracker_run_id"]
 
 
 def torchrun(ranks: int, *args: str, timeout: float = 240) -> "subprocess.CompletedProcess[str]":

@@ -19,7 +19,8 @@ import torch
 
 from data.tokenizer import Tokenizer, load_tokenizer
 from gpt import attention_steps as steps
-from gpt.checkpoint import load_model, read_state, resolve
+from gpt.checkpoint import load_model
+from gpt.folders import read_state, resolve
 from gpt.model import GPT
 
 PAGE = Path(__file__).parent / "explore_page"

@@ -1,4 +1,5 @@
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -141,15 +142,48 @@ def test_no_pickle_is_opened_as_a_tokenizer(tmp_path):  # T46
     assert not np.any([p.name == "canary" for p in Path.cwd().iterdir()])
 
 
-@pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \n\t\r\n"])
-@pytest.mark.parametrize("after", ["", "y", "'s", " \x1cz"])
-def test_whitespace_that_the_regex_chokes_on_is_encoded_as_any_other(space, after):
+LONG_TEXTS = {
+    "one letter": "a",
+    "four letters": "ACGT",
+    "digits": "0123456789",
+    "marks": "=-'!",
+    "spaces": " \n\t\u3000",
+    "chinese": "漢字交",
+    "kinds in turn": "aж1漢٣'.é",
+    "contractions": "'sdmtlverx",
+    "anything": "aT7 é漢\u3000\u00a0\u2028\u0085\x1c\r\n'😀٣①.,'s\u0301\u200d\u0378",
+}
+
+
+@pytest.mark.parametrize("alphabet", LONG_TEXTS)
+@pytest.mark.parametrize("name", ["gpt2", "byte"])
+def test_text_encoded_in_chunks_gives_the_ids_of_the_whole(alphabet, name, monkeypatch):
+    tokenizer = load_tokenizer(name)
+    rng = random.Random(alphabet)
+    chunks, real = [], tokenizer._ids_in_chunks
+    monkeypatch.setattr("data.tokenizer._LONG", 30)
+    monkeypatch.setattr(tokenizer, "_ids_in_chunks", lambda text: chunks.append(text) or real(text))
+    for size in (5, 9, 40):
+        monkeypatch.setattr("data.tokenizer._CHUNK", size)
+        for _ in range(60):
+            characters = rng.choices(LONG_TEXTS[alphabet], k=3)  # few, so that they merge
+            text = "".join(rng.choices(characters, k=300))
+            for whole in (text, "x" + text, text + "y", text + "'s"):
+                expected = tokenizer._encoding.encode(whole, disallowed_special=())
+                assert tokenizer.encode(whole) == expected
+    assert len(chunks) >= 720
+
+
+@pytest.mark.parametrize("unit", ["a", "ACGT", "=", "3.14", "漢"])
+def test_a_megabyte_without_a_place_to_cut(unit):
+    """The sizes in use, against tiktoken's own encoding in one go."""
     tokenizer = load_tokenizer("gpt2")
-    text = "x" + space * 25_000 + after + "\n" + space * 21_000
-    assert tokenizer._encode_spaces_apart(text) == tokenizer.encode(text)
+    rng = random.Random(unit)
+    text = "".join(rng.choices(unit, k=700_000))
+    assert tokenizer.encode(text) == tokenizer._encoding.encode(text, disallowed_special=())
 
 
-def test_millions_of_spaces_are_encoded(monkeypatch):
+def test_millions_of_spaces_are_encoded():
     tokenizer = load_tokenizer("gpt2")
     text = "x" + " " * 2_000_000 + "y"
     ids = tokenizer.encode(text)

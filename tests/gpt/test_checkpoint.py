@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt import checkpoint
+from gpt import checkpoint, folders
+from gpt.config import AdamWConfig
 from gpt.model import GPT, GPTConfig
-from gpt.optimizer import AdamWConfig, build_optimizer
+from gpt.optimizer import build_optimizer
 
 
 def tiny() -> GPT:
@@ -31,7 +32,7 @@ def trained() -> tuple[GPT, torch.optim.Optimizer]:
 def save(folder: Path, step: int = 1) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     model, optimizer = trained()
-    path = folder / checkpoint.step_name(step)
+    path = folder / folders.step_name(step)
     checkpoint.write(path, model, optimizer, {"step": step}, eot=59, tokenizer=None)
     return path
 
@@ -67,26 +68,26 @@ def test_a_save_that_dies_leaves_no_checkpoint(
     monkeypatch.setattr(checkpoint, "_sync", dying)
     with pytest.raises(OSError, match="No space"):
         save(tmp_path, 2)
-    found, complaints = checkpoint.newest_whole(tmp_path)
+    found, complaints = folders.newest_whole(tmp_path)
     assert found == first and complaints == []
     monkeypatch.undo()
-    checkpoint.prune(tmp_path, keep_last=2)
+    folders.prune(tmp_path, keep_last=2)
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
 
 
 def test_links_are_relative_and_replaced_in_one_move(tmp_path: Path) -> None:
     for step in (1, 2):
-        checkpoint.link("latest", save(tmp_path, step))
+        folders.link("latest", save(tmp_path, step))
     assert os.readlink(tmp_path / "latest") == "step_00000002"
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, step)
-    checkpoint.link("best", tmp_path / checkpoint.step_name(2))
-    checkpoint.prune(tmp_path, keep_last=2)
-    assert [p.name for p in checkpoint.steps(tmp_path)] == [
-        checkpoint.step_name(step) for step in (2, 4, 5)
+    folders.link("best", tmp_path / folders.step_name(2))
+    folders.prune(tmp_path, keep_last=2)
+    assert [p.name for p in folders.steps(tmp_path)] == [
+        folders.step_name(step) for step in (2, 4, 5)
     ]
 
 
@@ -95,7 +96,7 @@ def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
     path = save(tmp_path)
     (path / "state.json").write_text(text)
     with pytest.raises(ValueError, match="state.json is truncated or altered"):
-        checkpoint.verify(path)
+        folders.verify(path)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
     state["files"]["../secret"] = {"sha256": "", "size": 0}
     (path / "state.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match="outside its folder"):
-        checkpoint.verify(path)
+        folders.verify(path)
 
 
 def test_weights_alone_can_not_be_continued(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_weights_alone_can_not_be_continued(tmp_path: Path) -> None:
     path = save(tmp_path)
     (path / "state.json").unlink()
     with pytest.raises(ValueError, match="init_from="):
-        checkpoint.verify(path)
+        folders.verify(path)
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
@@ -148,10 +149,10 @@ def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
 def test_resolve(tmp_path: Path) -> None:
     """A path that exists, else a run's name; a run means its latest; nothing: the newest run."""
     with pytest.raises(ValueError, match="no run is under"):
-        checkpoint.resolve(None, tmp_path)
+        folders.resolve(None, tmp_path)
     path = save(tmp_path / "runs" / "a" / "checkpoints")
-    checkpoint.link("latest", path)
+    folders.link("latest", path)
     for name in (None, "a", str(path), str(tmp_path / "runs" / "a")):
-        assert checkpoint.resolve(name, tmp_path) == path
+        assert folders.resolve(name, tmp_path) == path
     with pytest.raises(ValueError, match="runs under .*: a"):
-        checkpoint.resolve("b", tmp_path)
+        folders.resolve("b", tmp_path)

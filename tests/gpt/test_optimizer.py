@@ -2,8 +2,9 @@
 
 import torch
 
+from gpt.config import AdamWConfig
 from gpt.model import GPT, GPTConfig
-from gpt.optimizer import AdamWConfig, build_optimizer, parameter_groups
+from gpt.optimizer import build_optimizer, parameter_groups
 
 
 def tiny() -> GPT:

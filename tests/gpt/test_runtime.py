@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from gpt import runtime
-from gpt.runtime import Attention, DType, RuntimeConfig, resolve, seed_of
+from gpt.config import Attention, DType, RuntimeConfig
+from gpt.runtime import resolve, seed_of
 
 CPU = torch.device("cpu")
 
