@@ -85,9 +85,11 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it are ordinary text, lone surrogates U+FFFD."""
         try:
-            return self._ids(text).tolist()
+            ids = self._ids(text)
         except UnicodeEncodeError:
-            return self._ids(replace_surrogates(text)).tolist()
+            ids = self._ids(replace_surrogates(text))
+        out: list[int] = ids.tolist()
+        return out
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> np.ndarray:
         """Ids of (text, whether a document ends with it), EOT after those: uint32 [n].
@@ -116,38 +118,46 @@ class Tokenizer:
         if len(text) <= _LONG:
             # not encode_ordinary: that panics where this one raises
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        parts = [self._ids_in_chunks(piece) for piece, _ in cut_text([text])]
+        parts = []
+        for piece, _ in cut_text([text]):
+            size, ids = _CHUNK, None
+            while size < len(piece) and ids is None:
+                ids = self._ids_in_chunks(piece, size)
+                size *= 4
+            if ids is None:
+                ids = self._encoding.encode_to_numpy(piece, disallowed_special=())
+            parts.append(ids)
         return np.concatenate(parts)
 
-    def _ids_in_chunks(self, text: str) -> np.ndarray:
-        """What encoding `text` at once gives, for text that holds hardly a place to cut.
+    def _ids_in_chunks(self, text: str, size: int) -> np.ndarray | None:
+        """What encoding `text` at once gives, for text with hardly a place to cut; None where
+        chunks of `size` characters find none.
 
         A chunk ends where one of its tokens does. If the tokens on either side of such a place,
         put together, encode to themselves, no merge crosses it: the first merge that did would be
         made in those two alone as well, since up to it both were merged as they are by themselves
         and BPE takes the lowest rank first, the leftmost of equals.
         """
-        ids = self._encoding.encode_to_numpy(text[:_CHUNK], disallowed_special=())
-        done, start, end = [], 0, min(_CHUNK, len(text))
+        ids = self._encoding.encode_to_numpy(text[:size], disallowed_special=())
+        done, start, end = [], 0, size
         while end < len(text):
             # the last chunk is no short one, which tiktoken might look up instead of merging
-            next_end = len(text) if len(text) - end < 2 * _CHUNK else end + _CHUNK
+            next_end = len(text) if len(text) - end < 2 * size else end + size
             for keep in range(len(ids) - 1, max(0, len(ids) - 64), -1):
                 at = end - _characters(self.decode_bytes(ids[keep:]))
                 border = border_at(text, at) if start < at < end else ""
                 if not border:
                     continue
                 more = self._encoding.encode_to_numpy(text[at:next_end], disallowed_special=())
-                pair = ids[keep - 1 : keep].tolist() + more[:1].tolist()
+                pair = [int(ids[keep - 1]), int(more[0])]
                 if border == "between" or pair == self._encoding._encode_single_piece(
                     self.decode_bytes(pair)
                 ):
-                    done.append(ids[:keep])
-                    ids, start = more, at
                     break
-            else:  # nowhere to cut: a longer chunk
-                ids = self._encoding.encode_to_numpy(text[start:next_end], disallowed_special=())
-            end = next_end
+            else:
+                return None
+            done.append(ids[:keep])
+            ids, start, end = more, at, next_end
         return np.concatenate([*done, ids])
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:

@@ -162,7 +162,9 @@ def test_text_encoded_in_chunks_gives_the_ids_of_the_whole(alphabet, name, monke
     rng = random.Random(alphabet)
     chunks, real = [], tokenizer._ids_in_chunks
     monkeypatch.setattr("data.tokenizer._LONG", 30)
-    monkeypatch.setattr(tokenizer, "_ids_in_chunks", lambda text: chunks.append(text) or real(text))
+    monkeypatch.setattr(
+        tokenizer, "_ids_in_chunks", lambda *args: chunks.append(real(*args)) or chunks[-1]
+    )
     for size in (5, 9, 40):
         monkeypatch.setattr("data.tokenizer._CHUNK", size)
         for _ in range(60):
@@ -171,7 +173,7 @@ def test_text_encoded_in_chunks_gives_the_ids_of_the_whole(alphabet, name, monke
             for whole in (text, "x" + text, text + "y", text + "'s"):
                 expected = tokenizer._encoding.encode(whole, disallowed_special=())
                 assert tokenizer.encode(whole) == expected
-    assert len(chunks) >= 720
+    assert sum(found is not None for found in chunks) > 500
 
 
 @pytest.mark.parametrize("unit", ["a", "ACGT", "=", "3.14", "漢"])
