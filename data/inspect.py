@@ -1,6 +1,10 @@
-"""What is in a folder of shards: python -m data.inspect SHARDS [--documents N] [--windows N]"""
+"""What is in a folder of shards: python -m data.inspect SHARDS [--documents N] [--windows N]
+
+Or in single windows, by their first token: python -m data.inspect SHARDS --window OFFSET
+"""
 
 import argparse
+import io
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -9,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.say import counted, visible
 from data.shards import Manifest, load_manifest, open_shards
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.windows import Windows
@@ -30,22 +35,63 @@ class Facts:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data.inspect", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m data.inspect", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("shards", help="a folder that holds manifest.json")
     parser.add_argument("--documents", type=int, default=20_000, help="documents to compare")
     parser.add_argument("--windows", type=int, default=3, help="random windows to show")
     parser.add_argument("--similar", type=float, default=0.7, help="share of equal text to report")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--window",
+        type=int,
+        action="append",
+        metavar="OFFSET",
+        help="show only the text from this token of the stream on (repeatable)",
+    )
+    parser.add_argument("--length", type=int, default=256, help="of such a window, in tokens")
+    parser.add_argument("--split", choices=("train", "val"), default="train", help="its stream")
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows few characters
+        sys.stdout.reconfigure(errors="backslashreplace")
+    folder = Path(args.shards)
+    lines = (
+        show_windows(folder, args.split, args.window, args.length)
+        if args.window
+        else report(folder, args.documents, args.windows, args.similar, args.seed)
+    )
     try:
-        for line in report(
-            Path(args.shards), args.documents, args.windows, args.similar, args.seed
-        ):
-            print(line, flush=True)
+        for line in lines:
+            print(visible(line), flush=True)
     except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {visible(str(e))}", file=sys.stderr)
         return 2
     return 0
+
+
+def show_windows(folder: Path, split: str, offsets: list[int], length: int) -> Iterator[str]:
+    """Where each window of `length` tokens lies, then its text.
+
+    Raises ValueError for an offset that is not in the split, and for a length beyond it.
+    """
+    manifest = load_manifest(folder)
+    tokens = manifest.train_tokens if split == "train" else manifest.val_tokens
+    for name, value, low, high in (
+        *(("--window", offset, 0, tokens - 1) for offset in offsets),
+        ("--length", length, 2, tokens),
+    ):
+        if not low <= value <= high:
+            raise ValueError(
+                f"{name} {value} is out of range; the {split} split of {folder} has "
+                f"{counted(tokens, 'token')}; give a number from {low} to {high}"
+            )
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    windows = Windows(folder, split, length - 1)
+    for offset, line in zip(offsets, windows.describe(np.array(offsets))):
+        yield line
+        documents = split_documents([windows.read(offset, length)], manifest.eot)
+        yield "\n[end of document]\n".join(tokenizer.decode(ids.tolist()) for ids in documents)
 
 
 def report(folder: Path, documents: int, windows: int, similar: float, seed: int) -> Iterator[str]:
@@ -61,10 +107,11 @@ def report(folder: Path, documents: int, windows: int, similar: float, seed: int
         (split, number, ids)
         for split in ("train", "val")
         for number, ids in zip(
-            range(documents), split_documents(open_shards(folder, manifest, split), manifest.eot)
+            range(1, documents + 1),
+            split_documents(open_shards(folder, manifest, split), manifest.eot),
         )
     ]
-    yield f"the first {len(found):,} documents"
+    yield f"the first {counted(len(found), 'document')}"
     yield from _lengths([len(ids) for _, _, ids in found])
     yield from _common(found, tokenizer)
     yield from _suspicious(found, tokenizer)
@@ -171,8 +218,8 @@ def _of_manifest(manifest: Manifest) -> Iterator[str]:
         shards = manifest.of(split)
         sizes = ", ".join(f"{shard.tokens:,}" for shard in shards[-3:])
         yield (
-            f"  {split}: {documents:,} documents, {count:,} tokens in {len(shards)} shards"
-            + (f" (the last: {sizes})" if shards else "")
+            f"  {split}: {counted(documents, 'document')}, {counted(count, 'token')} in "
+            f"{counted(len(shards), 'shard')}" + (f" (the last: {sizes})" if shards else "")
         )
     for what, reasons in (("left out", manifest.skipped), ("repaired", manifest.repaired)):
         for reason, number in reasons.items():
@@ -183,7 +230,7 @@ def _of_split(split: str, facts: Facts, manifest: Manifest, tokenizer: Tokenizer
     used = int((facts.counts > 0).sum())
     length, token = facts.longest_run
     shown = repr(tokenizer.decode([token])) if 0 <= token < manifest.n_vocab else "no token"
-    yield f"{split}: {facts.tokens:,} ids"
+    yield f"{split}: {counted(facts.tokens, 'id')}"
     yield f"  out of range: {facts.beyond:,}"
     yield (
         f"  separators: {facts.separators:,}, one every "
@@ -213,7 +260,7 @@ def _common(found: Found, tokenizer: Tokenizer) -> Iterator[str]:
     often = [(text, count) for text, count in seen.most_common(10) if count > 1]
     extra = sum(count - 1 for count in seen.values())
     both = sum(1 for where in splits.values() if len(where) == 2)
-    yield f"  exact duplicates: {extra:,} documents; {both:,} texts are in both splits"
+    yield f"  exact duplicates: {counted(extra, 'document')}; in both splits: {both:,}"
     dtype = found[0][2].dtype if found else np.dtype("u2")
     for text, count in often:
         yield f"    {count:,} x {_snippet(np.frombuffer(text, dtype), tokenizer)}"
@@ -246,8 +293,8 @@ def _alike(found: Found, tokenizer: Tokenizer, similar: float) -> Iterator[str]:
     pairs = similar_pairs([ids for _, _, ids in found], similar)
     across = {(i, j) for _, i, j in pairs if found[i][0] != found[j][0]}
     yield (
-        f"  near duplicates (at least {similar:.0%} of 5-token stretches): {len(pairs):,} pairs, "
-        f"{len(across):,} of them between train and val"
+        f"  near duplicates (at least {similar:.0%} of 5-token stretches): "
+        f"{counted(len(pairs), 'pair')}, {len(across):,} of them between train and val"
     )
     for jaccard, i, j in sorted(pairs, key=lambda pair: pair[1:] not in across)[:10]:
         (a, m, ids), (b, n, _) = found[i], found[j]

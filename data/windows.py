@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from data.shards import check_ids, load_manifest, open_shards
+from data.where import describe
 
 _ROUNDS = 8
 _BLOCK = 4096
@@ -38,6 +39,7 @@ class Windows:
         seed: int = 0,
     ) -> None:
         manifest = load_manifest(shards)
+        self._manifest, self._split = manifest, split
         self._arrays = open_shards(shards, manifest, split)
         self._lengths = np.array([len(array) for array in self._arrays], np.int64)
         self._ends = np.cumsum(self._lengths)
@@ -110,7 +112,7 @@ class Windows:
         for row, (shard, at) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
             window = self._arrays[shard][at : at + T + 1]
             if len(window) <= T:
-                window = self._read(int(starts[row]), T + 1)
+                window = self.read(int(starts[row]), T + 1)
             x[row] = window[:-1]
             y[row] = window[1:]
         return torch.from_numpy(x), torch.from_numpy(y)
@@ -131,12 +133,20 @@ class Windows:
             stream = int(np.searchsorted(ends, index, side="right"))
             at = (index - int(ends[stream] - self._evals[stream])) * T
             n = min(T, int(self._sizes[stream]) - 1 - at)
-            window = self._read(int(self._bases[stream]) + at, n + 1)
+            window = self.read(int(self._bases[stream]) + at, n + 1)
             x[row, :n] = window[:-1]
             y[row, :n] = window[1:]
         return torch.from_numpy(x), torch.from_numpy(y)
 
-    def _read(self, start: int, count: int) -> np.ndarray:
+    def describe(self, starts: np.ndarray) -> list[str]:
+        """For each window a line: its shard files, the place in them, the documents it touches.
+
+        For finding bad text, not for every step: it reads the ids up to the last window.
+        """
+        wanted = np.asarray(starts).tolist()
+        return describe(self._arrays, self._manifest, self._split, wanted, self.block_size + 1)
+
+    def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from `start` on, across shards and round the stream's end."""
         stream = int(np.searchsorted(self._bases + self._sizes, start, side="right"))
         base, size = int(self._bases[stream]), int(self._sizes[stream])

@@ -1,8 +1,14 @@
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from data.inspect import longest_run, main, similar_pairs, split_documents
 from data.prepare import prepare
+from data.shards import load_manifest
+from data.tokenizer import load_tokenizer
 from tests.data.conftest import ramp, text_config, write_shards
 
 
@@ -49,7 +55,7 @@ def test_the_report_names_what_is_wrong(tmp_path, capsys, log):
     assert main([str(shards), "--windows", "2"]) == 0
     out = capsys.readouterr().out
     assert "train: " in out and "out of range: 0" in out
-    assert "exact duplicates: 19 documents; 1 texts are in both splits" in out
+    assert "exact duplicates: 19 documents; in both splits: 1" in out
     assert "20 x " in out
     assert "a run of" in out
     assert "random windows of train" in out
@@ -57,8 +63,6 @@ def test_the_report_names_what_is_wrong(tmp_path, capsys, log):
 
 
 def test_ids_out_of_range_are_counted(tmp_path, capsys):
-    from data.tokenizer import load_tokenizer
-
     write_shards(tmp_path, ramp(5000), ramp(0), n_vocab=4990)
     load_tokenizer("gpt2").save(tmp_path / "tokenizer")
     # the windows refuse such shards, the report has said why by then
@@ -67,3 +71,52 @@ def test_ids_out_of_range_are_counted(tmp_path, capsys):
     assert "out of range: 10" in captured.out
     assert captured.err.startswith("error: ")
     assert main([str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_window_is_shown_with_its_place_and_nothing_in_it_acts_on_the_terminal(
+    tmp_path, capsys, log
+):
+    (tmp_path / "in").mkdir()
+    evil = "red \x1b[31m bell \a\r over\u202e C1 \x9b2J tab\tend"
+    (tmp_path / "in" / "a\x1b[2J.txt").write_text("first\n" + evil)
+    (tmp_path / "in" / "b.txt").write_text("second " * 400)
+    config = text_config(tmp_path / "in", val_fraction=0.0, shard_tokens=20)
+    shards = prepare(config, tmp_path, log)
+    total = load_manifest(shards).train_tokens
+    command = [str(shards), "--window", "0", "--window", str(total - 3), "--length", "45"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert all(char.isprintable() or char == "\n" for char in out)
+    visible = "red \\x1b[31m bell \\x07\\r over\\u202e C1 \\x9b2J tab\\tend"
+    assert f"first\n{visible}\n[end of document]\nsecond second" in out
+    assert (
+        "train window at 0, 45 tokens: train_00000.npy tokens 0-19, train_00001.npy tokens 0-19, "
+        "train_00002.npy tokens 0-4; documents 1 (a\\x1b[2J.txt) to 2 (b.txt)\n"
+    ) in out
+    # round the end: the second document's last words, then the first
+    assert f" second \n[end of document]\nfirst\n{visible}" in out
+    assert "; document 2 (b.txt) then documents 1 (a\\x1b[2J.txt) to 2 (b.txt)\n" in out
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--window", "-1"], ["--window", "5000"], ["--window", "0", "--length", "5001"],
+              ["--window", "0", "--length", "1"], ["--window", "100", "--split", "val"]],
+)  # fmt: skip
+def test_a_window_that_is_not_there_is_one_line(tmp_path, capsys, wrong):
+    write_shards(tmp_path, ramp(5000), ramp(100))
+    load_tokenizer("gpt2").save(tmp_path / "tokenizer")
+    assert main([str(tmp_path), *wrong]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: --") and captured.err.count("\n") == 1
+    assert "out of range" in captured.err and captured.err.count(";") == 2
+
+
+def test_a_window_of_validation_is_shown_as_text_where_output_is_ascii(tmp_path):
+    write_shards(tmp_path, ramp(100), np.array(load_tokenizer("gpt2").encode("漢字 é!" * 20)))
+    load_tokenizer("gpt2").save(tmp_path / "tokenizer")
+    command = [sys.executable, "-m", "data.inspect", str(tmp_path), "--split", "val"]
+    command += ["--window", "0", "--length", "9"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True, env=environment)
+    assert b"\n\\u6f22\\u5b57 \\xe9!" in done.stdout

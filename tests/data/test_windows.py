@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from data.shards import Shard
-from data.windows import Windows, _permute
+from data.windows import Windows, _permute, _turns
 from tests.data.conftest import ramp, write_shards
 
 
@@ -72,6 +72,22 @@ def test_a_step_reads_the_same_windows_whoever_asks_and_when(make):  # T09
         resumed = np.concatenate([other.starts(0, cut), other.starts(cut, 30 - cut)])
         assert np.array_equal(resumed, straight)
     assert np.array_equal([w.starts(p, 1)[0] for p in range(30)], straight)
+
+
+def test_the_order_is_the_one_that_runs_depend_on(make):
+    """A format: a run that is resumed reads on in this order. Never change these numbers."""
+    w = make(331, block_size=16, stride=7, seed=1337)
+    assert len(w) == 48
+    assert w.starts(0, 96).tolist() == [
+        *(217, 224, 231, 329, 21, 49, 105, 56, 140, 287, 84, 161, 70, 189, 133, 98),
+        *(63, 182, 196, 119, 28, 203, 210, 168, 322, 252, 308, 154, 112, 273, 14, 175),
+        *(42, 147, 126, 301, 245, 238, 77, 91, 294, 315, 259, 0, 35, 280, 7, 266),
+        # the second epoch, whose windows begin 2 tokens later
+        *(142, 296, 282, 9, 79, 149, 317, 254, 58, 37, 0, 247, 72, 310, 65, 303),
+        *(93, 275, 261, 135, 219, 107, 16, 44, 114, 212, 23, 184, 233, 2, 51, 163),
+        *(205, 156, 86, 170, 240, 268, 100, 289, 191, 121, 177, 128, 198, 324, 30, 226),
+    ]
+    assert _turns([5, 3, 2]).tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
 
 
 def test_seed_changes_the_order_and_nothing_else(make):
