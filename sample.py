@@ -24,7 +24,7 @@ import torch
 
 from data.tokenizer import Tokenizer, load_tokenizer
 from gpt.checkpoint import load_model
-from gpt.config import Attention, DType, RuntimeConfig
+from gpt.config import Attention, DType, Parallel, RuntimeConfig
 from gpt.folders import read_state, resolve
 from gpt.generate import check_settings, stream
 from gpt.model import GPT
@@ -107,6 +107,10 @@ def run(args: argparse.Namespace) -> None:
             compile=False,
             attention=Attention.flash,
             deterministic=False,
+            parallel=Parallel.ddp,
+            activation_checkpointing=False,
+            hang_minutes=None,
+            peak_flops=None,
         )
     )
     folder = resolve(args.checkpoint, Path(os.environ.get("GPT_ROOT", "artifacts")))

@@ -6,358 +6,19 @@ sample. With no arguments: the quickstart. `run=NAME` continues a run.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import time
-from pathlib import Path
-from typing import Any
-
-if __name__ == "__main__":  # importing torch takes seconds, in which Ctrl-C should just end it
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
-import torch
-from omegaconf import OmegaConf
-
 from conf.cli import compose_and_run, merge_overrides, run_of, stored_overrides
-from conf.schema import Config, to_plain
-from data.prepare import prepare
-from data.shards import Manifest, load_manifest
-from data.tokenizer import Tokenizer, load_tokenizer
-from data.windows import Windows
-from gpt import checkpoint, distributed, folders, runtime
-from gpt.distributed import Ranks
-from gpt.generate import generate
-from gpt.model import GPT
-from gpt.schedule import lr_scale
-from gpt.tracker import Tracker
-from gpt.trainer import NonFiniteError, Progress, Trainer
+from conf.door import door
+from conf.schema import Config
+from gpt.ranks import find_ranks
 
-# What must stay on resume, of the sections that are not science as a whole. The data itself is
-# compared by its fingerprint.
-SCIENCE = {
-    "trainer": ["seed", "batch_tokens", "micro_batch_size", "grad_clip"],
-    "data": ["stride", "document_mask"],
-}
-SAMPLE_TOKENS = 128
+SWEEP = {"-m", "--multirun"}
 
 
 def train(config: Config, overrides: list[str]) -> int:
     """A whole run, or the rest of one. Returns the exit code."""
-    ranks = distributed.find_ranks()
-    machine = runtime.resolve(config.runtime, ranks.local_rank)
-    config.trainer.check_batch(config.model.block_size, ranks.world_size)
-    distributed.start(ranks, machine.device)
-    with Tracker(config.tracker, ranks.is_main) as tracker:
-        return _train(config, overrides, machine, ranks, tracker)
+    from conf.run import train  # torch is loaded here, after the settings were found good
 
-
-def _train(
-    config: Config, overrides: list[str], machine: runtime.Runtime, ranks: Ranks, tracker: Tracker
-) -> int:
-    root = Path(config.paths.root)
-
-    name = config.run or distributed.from_main(_new_name(config, root), ranks)
-    folder = root / "runs" / name
-    continue_with = f"python train.py run={name}" + _root_override(overrides)
-    found, complaints = folders.newest_whole(folder / "checkpoints")
-    state = folders.read_state(found) if found else None
-    for complaint in complaints:
-        tracker.say(f"warning: {complaint}; going back to {found}")
-    if state is not None:
-        _check_settings(config, state)
-        if state["step"] >= config.trainer.max_steps:
-            tracker.say(
-                f"nothing left to do: run {name} has finished its {state['step']} steps "
-                f"(go on with {continue_with} trainer.max_steps={2 * state['step']})"
-            )
-            return 0
-
-    source = folders.find_weights(config.init_from, root) if config.init_from else None
-    shards = Path(distributed.from_main(_prepare(config, root, tracker, ranks), ranks))
-    manifest = load_manifest(shards)
-    if state is not None and state["data_fingerprint"] != manifest.fingerprint:
-        raise ValueError(
-            f"the data of run {name} was {state['data_fingerprint'][:12]} and {shards} is "
-            f"{manifest.fingerprint[:12]}; going on would train on other text; restore the data, "
-            "or start a new run"
-        )
-    config.model.vocab_size = _vocab_size(config, manifest)
-    train_windows, val_windows = _open(config, shards, manifest)
-    model = _build(config, found or source, manifest)
-
-    _create(folder, config, overrides, ranks)
-    tracker.open(
-        folder,
-        to_plain(config),
-        state["tracker_run_id"] if state else None,
-        state["step"] if state else 0,
-    )
-    _announce(
-        tracker, config, model, machine, ranks, manifest, name, state is not None, continue_with
-    )
-    trainer = Trainer(
-        model=model,
-        train=train_windows,
-        val=val_windows,
-        token_bytes=torch.from_numpy(_token_bytes(shards)),
-        config=config.trainer,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        machine=machine,
-        ranks=ranks,
-        tracker=tracker,
-        checkpoints=folder / "checkpoints",
-        state={
-            "config": to_plain(config),
-            "overrides": overrides,
-            "data_fingerprint": manifest.fingerprint,
-            "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
-            "git_commit": _git_commit(),
-        },
-        eot=manifest.eot,
-        document_mask=config.data.document_mask,
-        tokenizer=shards / "tokenizer",
-        sample=_sampler(shards, manifest, config.trainer.seed, tracker),
-        progress=Progress(
-            **{key: state[key] for key in ("step", "tokens_seen", "best_val_loss", "best_step")}
-        )
-        if state
-        else Progress(),
-    )
-    if state is not None and found is not None:
-        checkpoint.load_moments(found, model, trainer.optimizer)
-        trainer.scaler.load_state_dict(state["loss_scaler"])
-        _say_where(tracker, config, state)
-    try:
-        stopped_by = trainer.run()
-    except NonFiniteError as e:
-        last = folders.step_name(trainer.saved_step) if trainer.saved_step else "none yet"
-        tracker.close(exit_code=1)  # first, so that the error is the last thing seen
-        _error(
-            f"{e}; going on would ruin the weights, so the run has stopped; last good checkpoint: "
-            f"{last}; lower optimizer.lr, or look at the data of this step",
-            ranks,
-        )
-        return 1
-    _report(tracker, trainer, folder, continue_with, stopped_by)
-    return 128 + stopped_by if stopped_by else 0
-
-
-# --- before
-
-
-def _prepare(config: Config, root: Path, tracker: Tracker, ranks: Ranks) -> str | None:
-    """The main rank prepares; the others are told where."""
-    return str(prepare(config.data, root, tracker.say)) if ranks.is_main else None
-
-
-def _new_name(config: Config, root: Path) -> str:
-    base = time.strftime("%Y%m%d-%H%M%S")
-    name, n = base, 1
-    while (root / "runs" / name).exists():
-        n += 1
-        name = f"{base}-{n}"
-    return name
-
-
-def _root_override(overrides: list[str]) -> str:
-    return "".join(f" {item}" for item in overrides if item.startswith("paths.root="))
-
-
-def _check_settings(config: Config, state: dict[str, Any]) -> None:
-    """What makes a run the run it is must not change on the way."""
-    old, new = state["config"], to_plain(config)
-    if new["model"]["vocab_size"] is None:
-        new["model"]["vocab_size"] = old["model"]["vocab_size"]
-    differ = []
-    for section in ("model", "optimizer", "schedule", "trainer", "data"):
-        keys = SCIENCE.get(section) or sorted({*old[section], *new[section]})
-        for key in keys:
-            before, now = old[section].get(key), new[section].get(key)
-            if before != now:
-                differ.append(f"{section}.{key} was {before} and is {now}")
-    if differ:
-        raise ValueError(
-            f"run {config.run} was started with other settings ({', '.join(differ)}); it would not "
-            "be the same run; leave them, or start a new run with another run=NAME (init_from "
-            "takes its weights along)"
-        )
-
-
-def _vocab_size(config: Config, manifest: Manifest) -> int:
-    wanted = config.model.vocab_size
-    if wanted is not None and wanted < manifest.n_vocab:
-        raise ValueError(
-            f"model.vocab_size={wanted} is below the {manifest.n_vocab} ids of tokenizer "
-            f"{manifest.tokenizer_name}; some tokens would have no embedding; leave it null"
-        )
-    return wanted or manifest.n_vocab
-
-
-def _open(config: Config, shards: Path, manifest: Manifest) -> tuple[Windows, Windows | None]:
-    size, stride, seed = config.model.block_size, config.data.stride, config.trainer.seed
-    train_windows = Windows(shards, "train", size, stride, seed)
-    if not config.trainer.eval_every or not manifest.val_tokens:
-        return train_windows, None
-    return train_windows, Windows(shards, "val", size, size, seed)
-
-
-def _build(config: Config, source: Path | None, manifest: Manifest) -> GPT:
-    """A new model, or one with the weights of `source` and this config's dropout and length."""
-    attention = config.runtime.attention.value
-    if source is None:
-        model = GPT(config.model, attention)
-        model.init_weights(runtime.seed_of("init", config.trainer.seed))
-        return model
-    model = checkpoint.load_model(source, attention=attention)
-    have, want = model.config, config.model
-    differ = [
-        f"{key} {getattr(have, key)} there, {getattr(want, key)} here"
-        for key in ("n_layer", "n_head", "n_embd", "vocab_size")
-        if getattr(have, key) != getattr(want, key)
-    ]
-    if differ:
-        raise ValueError(
-            f"the weights of {source} are of another shape ({', '.join(differ)}); they can't be "
-            "loaded into this model; leave out the model settings, or choose the matching model"
-        )
-    if (source / "vocab.json").exists() or (source / "tokenizer.json").exists():
-        theirs = load_tokenizer(source)
-        if theirs.sha256 != manifest.tokenizer_sha256:
-            raise ValueError(
-                f"the weights of {source} were trained with another tokenizer ({theirs.name}) than "
-                f"the data ({manifest.tokenizer_name}); every id would mean another token; "
-                f"prepare the data with data.tokenizer={source}"
-            )
-    if have.block_size != want.block_size:
-        model.crop_block_size(want.block_size)
-    rebuilt = GPT(want, attention)  # for the dropout, which is a property of the run
-    rebuilt.load_state_dict(model.state_dict())
-    return rebuilt
-
-
-def _create(folder: Path, config: Config, overrides: list[str], ranks: Ranks) -> None:
-    if ranks.is_main:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        for name, value in (("overrides", overrides), ("config", to_plain(config))):
-            temporary = folder / f".{name}.yaml"
-            OmegaConf.save(OmegaConf.create(value), temporary)
-            os.replace(temporary, folder / f"{name}.yaml")
-
-
-def _token_bytes(shards: Path) -> Any:
-    import numpy as np
-
-    return np.load(shards / "token_bytes.npy", allow_pickle=False).astype(np.int64)
-
-
-def _sampler(shards: Path, manifest: Manifest, seed: int, tracker: Tracker) -> Any:
-    try:
-        tokenizer: Tokenizer = load_tokenizer(shards / "tokenizer")
-    except ValueError as e:
-        tracker.say(f"no samples will be shown: {e}")
-        return None
-
-    def sample(model: GPT) -> str:
-        start = torch.full((1, 1), manifest.eot, device=model.wte.weight.device)
-        ids = generate(
-            model, start, SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=seed, eot=manifest.eot
-        )
-        out = [i for i in ids[0].tolist() if i != manifest.eot]
-        return tokenizer.decode(out)
-
-    return sample
-
-
-def _git_commit() -> str | None:
-    """The checkout's commit, read from its files: no process is started for it."""
-    git = Path(__file__).parent / ".git"
-    try:
-        head = (git / "HEAD").read_text().strip()
-        return (git / head[5:]).read_text().strip() if head.startswith("ref: ") else head
-    except OSError:
-        return None
-
-
-# --- what people see
-
-
-def _announce(
-    tracker: Tracker,
-    config: Config,
-    model: GPT,
-    machine: runtime.Runtime,
-    ranks: Ranks,
-    manifest: Manifest,
-    name: str,
-    resumed: bool,
-    continue_with: str,
-) -> None:
-    m, t = model.config, config.trainer
-    tokens = t.max_steps * t.batch_tokens
-    tracker.say(
-        f"model: GPT-2 with {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, windows of "
-        f"{m.block_size} tokens; {model.n_params() / 1e6:.1f} M parameters"
-    )
-    accumulated = t.batch_tokens // (m.block_size * t.micro_batch_size * ranks.world_size)
-    tracker.say(
-        f"training: {t.max_steps} steps of {t.batch_tokens:,} tokens "
-        f"({t.micro_batch_size} windows × {accumulated} micro-batches × {ranks.world_size} ranks), "
-        f"{tokens / manifest.train_tokens:.2f} epochs"
-    )
-    kind = str(machine.dtype).removeprefix("torch.")
-    tracker.say(
-        f"machine: {machine.device}, {kind}, "
-        f"{'compiled (takes a while at the first step)' if machine.compile else 'not compiled'}"
-    )
-    for note in machine.notes:
-        tracker.say(f"note: {note}")
-    begun = "continued" if resumed else "new"
-    tracker.say(f"run: {name}, {begun} (stop with Ctrl-C, go on with: {continue_with})")
-
-
-def _say_where(tracker: Tracker, config: Config, state: dict[str, Any]) -> None:
-    step, old, new = state["step"], state["config"], config.trainer.max_steps
-    tracker.say(f"continuing after step {step}")
-    if old["trainer"]["max_steps"] != new:
-        before = lr_scale(config.schedule, step, old["trainer"]["max_steps"])
-        now = lr_scale(config.schedule, step, new)
-        tracker.say(
-            f"trainer.max_steps was {old['trainer']['max_steps']} and is {new}: the learning rate "
-            f"of the next step was {config.optimizer.lr * before:.2e} and is "
-            f"{config.optimizer.lr * now:.2e}"
-        )
-
-
-def _report(
-    tracker: Tracker, trainer: Trainer, folder: Path, continue_with: str, stopped_by: int | None
-) -> None:
-    progress = trainer.progress
-    if stopped_by:
-        tracker.say(f"saved at step {progress.step}")
-    trainer.show_sample()
-    if progress.val_loss is not None:
-        tracker.say(f"validation loss {progress.val_loss:.3f} nats a token")
-    place = os.path.relpath(folder)
-    if stopped_by:
-        tracker.say(f"stopped after step {progress.step}; go on with: {continue_with}")
-        return
-    tracker.say(f"done: {progress.step} steps; everything is in {place}")
-    tracker.say("what to try next:")
-    tracker.say(f'  python sample.py {folder.name} --prompt "My fellow citizens"')
-    tracker.say("  python train.py data=text data.path=book.txt      (your own text)")
-    tracker.say(f"  {continue_with} trainer.max_steps={2 * progress.step}      (train longer)")
-
-
-def _error(message: str, ranks: Ranks) -> None:
-    """One line on stderr, from one rank."""
-    if not ranks.is_main:
-        time.sleep(3)  # where the main rank fails too, torchrun ends this one meanwhile
-    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
-
-
-# --- the door
+    return train(config, overrides)
 
 
 def arguments(argv: list[str]) -> list[str]:
@@ -368,41 +29,23 @@ def arguments(argv: list[str]) -> list[str]:
     given = merge_overrides(stored, [a for a in argv if not a.startswith("-")])
     init_from = next((a.partition("=")[2] for a in given if a.startswith("init_from=")), "")
     if init_from and init_from != "null" and not stored:
-        shape = checkpoint.shape_overrides(folders.find_weights(init_from, root))
-        given = merge_overrides(shape, given)
+        from gpt.checkpoint import shape_overrides
+        from gpt.folders import find_weights
+
+        given = merge_overrides(shape_overrides(find_weights(init_from, root)), given)
     return [a for a in argv if a.startswith("-")] + given
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    ranks = distributed.find_ranks()
-    try:
-        argv = sys.argv[1:]
-        if ranks.world_size > 1 and {"-m", "--multirun"} & set(argv):
+def main(argv: list[str]) -> int:
+    if SWEEP & set(argv):
+        if find_ranks().world_size > 1:
             raise ValueError(
                 "a sweep (-m) can't run under torchrun; its jobs would share the ranks; start one "
                 "torchrun a job"
             )
-        code = compose_and_run(train, argv if {"-m", "--multirun"} & set(argv) else arguments(argv))
-    except ValueError as e:
-        _error(str(e), ranks)
-        code = 2
-    except BrokenPipeError:  # `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except OSError as e:
-        _error(
-            f"{e.filename or 'a file'}: {e.strerror or e}; the run can't go on without it; mend "
-            "the path, its rights or the disk's room, and start again (paths.root moves all files)",
-            ranks,
-        )
-        code = 2
-    except KeyboardInterrupt:
-        if ranks.is_main:
-            print("stopped; what was saved is whole: the same command goes on", file=sys.stderr)
-        code = 130
-    distributed.leave(ranks, code)
+        return compose_and_run(train, argv)
+    return compose_and_run(train, arguments(argv))
 
 
 if __name__ == "__main__":
-    main()
+    door(main, "the run can't go on without it")

@@ -8,17 +8,20 @@ is written last; a folder is a checkpoint when state.json is whole and the sums 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gpt import distributed, folders
 from gpt.config import GPTConfig
 from gpt.folders import FORMAT, MOMENTS, STATE, TEMPORARY, TOKENIZER_FILES, WEIGHTS, sha256, verify
 from gpt.huggingface import config_from_hf, from_hf, hf_config, to_hf
@@ -27,39 +30,81 @@ from gpt.model import GPT
 # --- writing
 
 
+@dataclass(slots=True)
+class Snapshot:
+    """A copy of weights (by parameter name) and moments on the CPU, without padding."""
+
+    config: GPTConfig
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+
+def snapshot(model: GPT, optimizer: torch.optim.Optimizer) -> Snapshot:
+    """Copy all that learning changes, so that it may change on. Sharded tensors are gathered one by
+    one, to which every rank has to come."""
+
+    def copy(name: str, tensor: Tensor) -> Tensor:
+        tensor = distributed.full(tensor.detach())
+        if name == "wte.weight" and tensor.dim() == 2:
+            tensor = tensor[: model.vocab_size]
+        return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+    weights, moments = {}, {}
+    for name, parameter in model.named_parameters():
+        weights[name] = copy(name, parameter)
+        for key, value in optimizer.state[parameter].items():
+            moments[f"{key}.{name}"] = copy(name, value)
+    return Snapshot(model.config, weights, moments)
+
+
 def write(
-    folder: Path,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    eot: int | None,
-    tokenizer: Path | None,
+    folder: Path, taken: Snapshot, state: dict[str, Any], eot: int | None, tokenizer: Path | None
 ) -> None:
     """Write a checkpoint at `folder`, whole or not at all.
 
-    Everything goes to a folder of another name, is synced to the disk, and takes its name last.
+    Everything goes to a folder of another name, is synced to the disk and read back, and takes its
+    name last. Raises OSError where the disk won't have it.
     """
     temporary = folder.with_name(TEMPORARY + folder.name)
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / "training").mkdir(parents=True)
-    save_file(to_hf(model.state_dict(), model.config), temporary / WEIGHTS, {"format": "pt"})
-    save_file(_moments(model, optimizer), temporary / MOMENTS)
-    _write_json(temporary / "config.json", hf_config(model.config, eot))
+    _save_tensors(temporary / WEIGHTS, to_hf(taken.weights, taken.config), {"format": "pt"})
+    _save_tensors(temporary / MOMENTS, taken.moments)
+    _write_json(temporary / "config.json", hf_config(taken.config, eot))
     for name in TOKENIZER_FILES:
         if tokenizer is not None and (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, temporary / name)
     files = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+    for name in files:
+        _sync(temporary / name)
     sums = {
         name: {"sha256": sha256(temporary / name), "size": (temporary / name).stat().st_size}
         for name in files
     }
     _write_json(temporary / STATE, {"format": FORMAT, **state, "files": sums})
-    for name in (*files, STATE, "training", "."):
+    for name in (STATE, "training", "."):
         _sync(temporary / name)
     if folder.exists():  # a run that went back to an earlier step writes this one anew
-        shutil.rmtree(folder)
+        os.rename(folder, folder.with_name(folders.REPLACED + folder.name))
     os.rename(temporary, folder)
     _sync(folder.parent)
+    folders.recover(folder.parent)
+
+
+def _save_tensors(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write, and read back: the sums that are taken next should be those of these tensors."""
+    try:
+        save_file(tensors, path, metadata)
+        with safe_open(path, "pt") as file:
+            same = all(torch.equal(file.get_tensor(name), tensors[name]) for name in tensors)
+    except SafetensorError as e:  # it wraps the system's error, of which only the text is left
+        raise OSError(
+            errno.ENOSPC if "os error 28" in str(e) else errno.EIO, str(e), str(path)
+        ) from e
+    if not same:
+        raise OSError(errno.EIO, "reads back other than it was written", str(path))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -156,14 +201,13 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
 # --- the optimizer's moments, by parameter name
 
 
-def _moments(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {}
+@torch.no_grad()
+def restore(folder: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
+    """Weights and moments of a checkpoint of this very model, into model and optimizer."""
+    weights = from_hf(_read_weights(folder), model.config)
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            if name == "wte.weight" and value.dim() == 2:
-                value = value[: model.vocab_size]
-            tensors[f"{key}.{name}"] = value.detach().cpu().contiguous()
-    return tensors
+        distributed.put(parameter, weights[name])
+    load_moments(folder, model, optimizer)
 
 
 def load_moments(folder: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
@@ -181,6 +225,6 @@ def load_moments(folder: Path, model: GPT, optimizer: torch.optim.Optimizer) -> 
                 "fits no parameter of this model; the optimizer can't go on; to start anew from "
                 f"these weights use init_from={folder}"
             )
-        states[name][key] = value.to(parameters[name].device)
+        states[name][key] = distributed.like(value, parameters[name])
     for name, parameter in parameters.items():
         optimizer.state[parameter] = states[name]

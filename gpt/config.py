@@ -95,6 +95,11 @@ class Attention(str, Enum):
     reference = "reference"
 
 
+class Parallel(str, Enum):
+    ddp = "ddp"
+    fsdp = "fsdp"
+
+
 @dataclass(kw_only=True, slots=True)
 class RuntimeConfig:
     device: str
@@ -102,6 +107,10 @@ class RuntimeConfig:
     compile: Any  # auto, or a boolean: OmegaConf 2.3 fails on merging a union
     attention: Attention
     deterministic: bool
+    parallel: Parallel
+    activation_checkpointing: bool
+    hang_minutes: float | None
+    peak_flops: float | None
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")
@@ -115,13 +124,29 @@ class RuntimeConfig:
                 f"runtime.compile={self.compile} is none of auto, true, false; "
                 "it says whether torch.compile is used; choose one of the three"
             )
+        if self.hang_minutes is not None and not self.hang_minutes >= 0:
+            raise ValueError(
+                f"runtime.hang_minutes={self.hang_minutes} is negative; it is how long a run may "
+                "stand still; use a positive number, or null to wait without end"
+            )
+
+
+class OnSpike(str, Enum):
+    log = "log"
+    skip = "skip"
+    rollback = "rollback"
+
+
+OnSaveError = Enum("OnSaveError", {"stop": "stop", "continue": "continue"}, type=str)
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """`batch_tokens` an optimizer step over all ranks; `micro_batch_size` windows at once on one.
 
-    Periods are in steps (`save_minutes` in minutes); null or 0 switches one off.
+    Periods are in steps (`save_minutes` in minutes); null or 0 switches one off. `max_skipped`: so
+    many steps in a row may have a loss or gradient that is no number. `spike_z`: a loss so many
+    robust deviations above those before it is a spike (gpt/spikes.py).
     """
 
     seed: int
@@ -136,6 +161,10 @@ class TrainerConfig:
     keep_last: int
     log_every: int
     sample_every: int | None
+    max_skipped: int
+    spike_z: float | None
+    on_spike: OnSpike
+    on_save_error: OnSaveError
 
     def __post_init__(self) -> None:
         for name in (
@@ -151,12 +180,20 @@ class TrainerConfig:
                     f"trainer.{name}={getattr(self, name)} is not positive; a run needs at least "
                     "one; set it to 1 or more"
                 )
-        for name in ("eval_every", "save_every", "save_minutes", "sample_every", "grad_clip"):
+        for name in (
+            "eval_every",
+            "save_every",
+            "save_minutes",
+            "sample_every",
+            "grad_clip",
+            "spike_z",
+            "max_skipped",
+        ):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(
-                    f"trainer.{name}={value} is negative; null or 0 switches it off; "
-                    "use that, or a positive number"
+                    f"trainer.{name}={value} is negative; 0 is the least there is; "
+                    "use 0 or a positive number"
                 )
 
     def check_batch(self, block_size: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks: who am I, adding up over all, leaving in good order. Rank variables are read only here.
+"""Several ranks: adding up over all, telling all, wrapping the model.
 
 One process needs none of it: every function then does the obvious thing.
 """
@@ -6,37 +6,20 @@ One process needs none of it: every function then does the obvious thing.
 from __future__ import annotations
 
 import json
-import os
-import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-TIMEOUT = timedelta(minutes=30)  # one rank may prepare data while the others wait
+from gpt.ranks import Ranks
+from gpt.runtime import Runtime
 
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-
-def find_ranks() -> Ranks:
-    """This process's place, as torchrun set it; alone where nothing is set."""
-    env = os.environ
-    if "RANK" not in env or "WORLD_SIZE" not in env:
-        return Ranks()
-    return Ranks(int(env["RANK"]), int(env.get("LOCAL_RANK", env["RANK"])), int(env["WORLD_SIZE"]))
+# One rank may prepare data for hours while the others wait; in training, gpt/stopping.py watches.
+TIMEOUT = timedelta(days=2)
 
 
 def start(ranks: Ranks, device: torch.device) -> None:
@@ -76,33 +59,50 @@ def barrier(ranks: Ranks) -> None:
         dist.barrier()
 
 
-def wrap(module: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
-    """DDP, with gradients as views of its buckets (one copy less). Alone: the module itself."""
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded over ranks; every rank has to ask."""
+    return tensor
+
+
+def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor, of which every rank holds the same, laid out as a parameter is."""
+    return tensor.to(parameter.device)
+
+
+def put(parameter: Tensor, value: Tensor) -> None:
+    """Overwrite a parameter by a whole tensor."""
+    parameter.copy_(like(value, parameter))
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+    """Scale gradients down to a norm of `limit` over all of them; returns the norm before."""
+    return torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf"))
+
+
+def wrap(module: nn.Module, ranks: Ranks, machine: Runtime) -> nn.Module:
+    """DDP, with gradients as views of its buckets (one copy less). Alone: the module itself.
+
+    A new DDP sorts its buckets anew after the first backward pass, and with more than two ranks
+    another layout adds in another order: a resumed run would differ in the last bits. So one pass
+    over a single token, whose gradients are thrown away, comes first.
+    """
     if ranks.world_size == 1:
         return module
-    return DistributedDataParallel(
+    device = machine.device
+    wrapped = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
     )
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    with torch.compiler.set_stance("force_eager"), machine.autocast():
+        for _ in range(2):  # they are sorted when the second forward begins
+            wrapped(token, token).backward()
+    wrapped.zero_grad(set_to_none=True)
+    return wrapped
 
 
 def set_gradient_sync(module: nn.Module, sync: bool) -> None:
     """Whether the coming forward and backward reduce gradients: DDP looks during the forward."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = sync
-
-
-def leave(ranks: Ranks, code: int) -> NoReturn:
-    """End the process with this code.
-
-    With gloo, interpreter shutdown races against its threads and aborts now and then, after all
-    work is done. So ranks leave together, flushed, without it.
-    """
-    if ranks.world_size > 1:
-        if dist.is_initialized() and code in (0, 130, 143):
-            dist.barrier()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)

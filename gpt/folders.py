@@ -21,6 +21,7 @@ MOMENTS = "training/optimizer.safetensors"
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json")
 _STEP = re.compile(r"step_(\d{8,})")
 TEMPORARY = ".writing-"
+REPLACED = ".replaced-"
 
 
 # --- finding
@@ -211,9 +212,24 @@ def prune(checkpoints: Path, keep_last: int) -> None:
     for folder in steps(checkpoints):
         if folder.resolve() not in keep:
             shutil.rmtree(folder)
+    clean(checkpoints)
+
+
+def recover(checkpoints: Path) -> None:
+    """Finish what a kill between two renames left: a checkpoint set aside for a newer one of the
+    same step comes back, unless the newer is there."""
+    for old in checkpoints.glob(REPLACED + "*"):
+        if (target := old.with_name(old.name.removeprefix(REPLACED))).exists():
+            shutil.rmtree(old)
+        else:
+            os.rename(old, target)
+
+
+def clean(checkpoints: Path) -> None:
+    """Remove what interrupted saves left."""
     for leftover in checkpoints.glob(TEMPORARY + "*"):
         if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def sha256(path: Path) -> str:

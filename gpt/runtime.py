@@ -19,10 +19,10 @@ from gpt.config import DType, RuntimeConfig
 class Runtime:
     """What RuntimeConfig came to on this machine. `notes` are lines a user should see."""
 
+    config: RuntimeConfig
     device: torch.device
     dtype: torch.dtype
     compile: bool
-    compile_required: bool
     notes: list[str] = field(default_factory=list)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -122,7 +122,7 @@ def resolve(config: RuntimeConfig, local_rank: int = 0) -> Runtime:
         # cuBLAS reads this when it starts, so before the first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    return Runtime(device, dtype, compile_it, config.compile is True, notes)
+    return Runtime(config, device, dtype, compile_it, notes)
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -140,6 +140,12 @@ def uncompile_blocks(model: nn.Module) -> None:
     """Back to eager, on a machine where compiling failed."""
     for block in _blocks(model):
         block.body = block._body
+
+
+def recompute_blocks(model: nn.Module, on: bool) -> None:
+    """Keep only each block's input for the backward pass, which runs the block again."""
+    for block in _blocks(model):
+        block.recompute = on
 
 
 def _blocks(model: nn.Module) -> Any:

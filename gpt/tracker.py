@@ -92,6 +92,14 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log(row)
 
+    def rewind(self, step: int) -> None:
+        """Forget the rows after a step that the run has gone back to."""
+        if self._metrics is not None:
+            self._metrics.close()
+            path = Path(self._metrics.name)
+            keep_rows(path, step)
+            self._metrics = path.open("a", encoding="utf-8")
+
     def progress(self, step: int, max_steps: int, text: str, row_due: bool) -> None:
         """The live line; where there is no terminal, a plain line whenever a row is due."""
         if not self.is_main:

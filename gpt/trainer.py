@@ -8,12 +8,10 @@ j = i·world_size + rank of it holds rows [j·B, (j+1)·B), and its dropout is s
 from __future__ import annotations
 
 import math
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,68 +20,65 @@ import torch
 from torch import Tensor
 
 from gpt import checkpoint, distributed, folders, runtime
-from gpt.config import AdamWConfig, TrainerConfig
-from gpt.distributed import Ranks
-from gpt.loss import IGNORE, NextTokenLoss
-from gpt.metrics import bits_per_byte, flops_per_token, peak_flops
+from gpt.config import AdamWConfig, OnSaveError, OnSpike, TrainerConfig
+from gpt.evaluation import EvalData, evaluate
+from gpt.loss import NextTokenLoss
+from gpt.metrics import Meter, flops_per_token, total_peak
 from gpt.model import GPT
 from gpt.optimizer import build_optimizer, set_lr
+from gpt.ranks import Ranks
 from gpt.runtime import Runtime
+from gpt.saver import Saver
 from gpt.schedule import ScheduleConfig, lr_scale
+from gpt.spikes import Spikes
+from gpt.stopping import Stop, Watchdog
 from gpt.tracker import Tracker
 
+Batch = tuple[Tensor, Tensor]
 
-class Data(Protocol):
-    """What the loop asks of data: windows of the training order, and fixed evaluation windows."""
 
-    n_eval: int
+class Data(EvalData, Protocol):
+    """What the loop asks of data: windows of the training order, by position."""
 
     def __len__(self) -> int: ...
     def starts(self, first: int, count: int) -> np.ndarray: ...
-    def batch(self, starts: np.ndarray) -> tuple[Tensor, Tensor]: ...
-    def eval_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]: ...
+    def batch(self, starts: np.ndarray) -> Batch: ...
+    def describe(self, starts: np.ndarray) -> list[str]: ...
 
 
 @dataclass(slots=True)
 class Progress:
-    """All that history knows beside weights and moments."""
+    """All that history knows beside weights and moments: what state.json keeps."""
 
     step: int = 0
     tokens_seen: int = 0
+    val_loss: float | None = None  # of the newest evaluation
     best_val_loss: float | None = None
     best_step: int | None = None
-    val_loss: float | None = None  # of the newest evaluation
+    skipped: int = 0  # steps without an update
+    skipped_in_row: int = 0
+    rollbacks_in_row: int = 0
+    left_out: list[list[int]] = field(default_factory=list)  # [from step, windows passed over]
+    past_losses: list[float] = field(default_factory=list)  # of gpt/spikes.py
+    unevaluated: dict[str, float] | None = None  # a row whose evaluation a signal cut short
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Progress:
+        """From a state.json, which may be older than some of the fields."""
+        return cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
 
 
 @dataclass(slots=True)
-class Clock:
-    """Time spent in training steps, without evaluation, saving and sampling."""
+class Update:
+    """What an update was: mean loss in nats a token, gradient norm before clipping, rate."""
 
-    steps: int = 0
-    seconds: float = 0.0
-    durations: list[float] = field(default_factory=list)
-    warm: bool = False
-
-    def add(self, seconds: float) -> None:
-        self.steps += 1
-        self.seconds += seconds
-        if self.warm:  # the first step of a process compiles: it foretells nothing
-            self.durations.append(seconds)
-            del self.durations[:-20]
-        self.warm = True
-
-    def rate(self, batch_tokens: int) -> float:
-        rate = self.steps * batch_tokens / self.seconds
-        self.steps, self.seconds = 0, 0.0
-        return rate
-
-    def left(self, steps: int) -> float | None:
-        """Seconds for so many steps, by the median of the last twenty; None before the second."""
-        return float(np.median(self.durations)) * steps if self.durations else None
+    loss: float
+    grad_norm: float
+    lr: float
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient norm that is no number: the weights after it would be lost."""
+class StepError(RuntimeError):
+    """Training can't go on, for a reason that lies in the run itself."""
 
 
 class Trainer:
@@ -110,14 +105,11 @@ class Trainer:
         sample: Callable[[GPT], str] | None,
         progress: Progress,
     ) -> None:
-        self.model = model.to(machine.device)
         self.train, self.val = train, val
         self.token_bytes = token_bytes.to(machine.device)
         self.config, self.schedule, self.peak_lr = config, schedule, optimizer.lr
         self.machine, self.ranks, self.tracker = machine, ranks, tracker
-        self.checkpoints, self.state, self.eot, self.tokenizer = checkpoints, state, eot, tokenizer
-        self.sample = sample
-        self.progress = progress
+        self.state, self.sample, self.progress = state, sample, progress
 
         block_size = model.config.block_size
         config.check_batch(block_size, ranks.world_size)
@@ -125,61 +117,174 @@ class Trainer:
         self.grad_accum_steps = self.windows_per_step // (
             config.micro_batch_size * ranks.world_size
         )
+        self.eval_windows = -(-config.eval_tokens // block_size)
+
+        peak = total_peak(machine.device, machine.dtype, machine.config.peak_flops, ranks)
+        self.meter = Meter(config.batch_tokens, flops_per_token(model), peak)
+        self.model: GPT = model.to(machine.device)
+        runtime.recompute_blocks(model, machine.config.activation_checkpointing)
+        if machine.compile:
+            runtime.compile_blocks(model)
+        self.loss_of = NextTokenLoss(model, eot if document_mask else None)
+        self.module = distributed.wrap(self.loss_of, ranks, machine)
         self.optimizer = build_optimizer(model, optimizer)
         self.scaler = torch.amp.GradScaler(
             machine.device.type, enabled=machine.dtype == torch.float16
         )
-        if machine.compile:
-            runtime.compile_blocks(model)
-        self.loss_of = NextTokenLoss(model, eot if document_mask else None)
-        self.compile_may_fail = machine.compile and not machine.compile_required
-        self.module = distributed.wrap(self.loss_of, ranks, machine.device)
-        self.clock = Clock()
+        self.compile_may_fail = (
+            machine.compile and machine.config.compile == "auto" and ranks.world_size == 1
+        )
+        self.saver = Saver(checkpoints, config.keep_last, eot, tokenizer, progress.step or None)
+        self.spikes = Spikes(config.spike_z, progress.past_losses)
+        self.stop = Stop(ranks)
+        self.watchdog = Watchdog(machine.config.hang_minutes, ranks)
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="windows")
+        self.ahead: tuple[int, Future[Batch]] | None = None
+        self.stop_signal: int | None = None  # the one all ranks agreed on
         self.last_save = time.monotonic()
-        self.saved_step = progress.step if progress.step else None
-        self.asked: int | None = None  # the signal this rank got
-        self.stop_signal: int | None = None  # the one all ranks agreed on, after an update
-        self.tokens_per_sec: float | None = None
         self.first_line = True
-        peak = peak_flops(machine.device, machine.dtype)
-        self.mfu_per_token = flops_per_token(model) / (peak * ranks.world_size) if peak else None
 
     # --- one update
 
-    def update(self) -> tuple[float, float, float]:
-        """One optimizer step. Returns (mean loss in nats a token, gradient norm, learning rate).
+    def update(self) -> Update | None:
+        """One optimizer step; None for one that all ranks skipped, or went back from.
 
-        Raises NonFiniteError before anything is changed.
+        Raises StepError after too many of these, with weights as they were before.
         """
-        config, step = self.config, self.progress.step
-        starts = self.train.starts(step * self.windows_per_step, self.windows_per_step)
+        config, progress = self.config, self.progress
         self.model.train()
-        total = torch.zeros((), device=self.machine.device)
-        for i in range(self.grad_accum_steps):
+        losses = torch.zeros(self.grad_accum_steps, device=self.machine.device)
+        for i, (x, y) in enumerate(self._batches()):
             j = i * self.ranks.world_size + self.ranks.rank
-            rows = slice(j * config.micro_batch_size, (j + 1) * config.micro_batch_size)
-            x, y = (t.to(self.machine.device) for t in self.train.batch(starts[rows]))
-            sync = i == self.grad_accum_steps - 1
-            total += self._forward_backward(x, y, j, sync)
-        distributed.all_sum(total, self.ranks)
-        loss = float(total) / config.batch_tokens
+            losses[i] = self._forward_backward(x, y, j, sync=i == self.grad_accum_steps - 1)
+            self.watchdog.beat()
+        total = distributed.all_sum(losses.sum(), self.ranks)
         self.scaler.unscale_(self.optimizer)
-        grad_norm = float(
-            torch.nn.utils.clip_grad_norm_(
-                self.model.parameters(), config.grad_clip or float("inf")
-            )
-        )
-        scaled = self.scaler.is_enabled()  # with loss scaling, an overflow only skips the update
-        if not math.isfinite(loss) or (not math.isfinite(grad_norm) and not scaled):
-            raise NonFiniteError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}")
-        lr = self.peak_lr * lr_scale(self.schedule, step, config.max_steps)
-        set_lr(self.optimizer, lr)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        norm = distributed.clip_grad_norm(self.model.parameters(), config.grad_clip)
+        # The one place where the step waits for the device.
+        loss, grad_norm = torch.stack([total / config.batch_tokens, norm]).tolist()
+        lr = self.peak_lr * lr_scale(self.schedule, progress.step, config.max_steps)
+        done = Update(loss, grad_norm, lr)
+        taken = self._is_taken(done, losses)
+        if taken:
+            set_lr(self.optimizer, lr)
+            self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        self.progress.step += 1
-        self.progress.tokens_seen += config.batch_tokens
-        return loss, grad_norm, lr
+        if self.scaler.is_enabled():  # after every unscale_, taken or not
+            self.scaler.update()
+        if taken is None:
+            self._roll_back()
+            return None
+        progress.step += 1
+        progress.tokens_seen += config.batch_tokens
+        progress.skipped += not taken
+        progress.skipped_in_row = 0 if taken else progress.skipped_in_row + 1
+        return done if taken else None
+
+    def _is_taken(self, done: Update, losses: Tensor) -> bool | None:
+        """Whether to apply the update; None: go back to the last checkpoint. All ranks decide on
+        the same numbers."""
+        config, step = self.config, self.progress.step + 1
+        if not math.isfinite(done.loss) or not math.isfinite(done.grad_norm):
+            if self.scaler.is_enabled() and math.isfinite(done.loss):
+                return False  # an overflow, which loss scaling is there to find
+            what = f"step {step}: loss {done.loss}, gradient norm {done.grad_norm}"
+            self.tracker.say(f"warning: {what}: all ranks skip this update")
+            self._name_windows(losses)
+            if self.progress.skipped_in_row >= config.max_skipped:
+                times = self.progress.skipped_in_row + 1
+                raise StepError(f"{what}, {times} in a row without an update")
+            return False
+        z = self.spikes.is_spike(done.loss)
+        self.progress.past_losses = list(self.spikes.past)
+        if z is None:
+            return True
+        self.tracker.say(
+            f"note: step {step}: loss {done.loss:.3f} is a spike, {z:.1f} robust deviations above "
+            f"the {len(self.spikes.past)} steps before"
+        )
+        if config.on_spike == OnSpike.log:
+            return True
+        roll_back = config.on_spike == OnSpike.rollback and self.saver.saved_step is not None
+        if not roll_back:
+            self.tracker.say(f"warning: step {step}: all ranks skip this update (trainer.on_spike)")
+        self._name_windows(losses)
+        return None if roll_back else False
+
+    def _name_windows(self, losses: Tensor) -> None:
+        """Say which windows a bad step read: those of micro-batches whose loss is no number, or all
+        where every loss is one."""
+        count = self.grad_accum_steps * self.ranks.world_size
+        bad = torch.zeros(count)
+        bad[self.ranks.rank :: self.ranks.world_size] = (~torch.isfinite(losses)).float().cpu()
+        bad = distributed.all_sum(bad, self.ranks)
+        if not self.ranks.is_main:
+            return
+        chosen = [j for j in range(count) if bad[j]] or list(range(count))
+        size, starts = self.config.micro_batch_size, self._starts(self.progress.step)
+        rows = np.concatenate([starts[j * size : (j + 1) * size] for j in chosen])
+        who = sorted({j % self.ranks.world_size for j in chosen})
+        self.tracker.say(f"  on rank {', '.join(map(str, who))}, which read {len(rows)} windows:")
+        for line in self.train.describe(rows[:8]):
+            self.tracker.say(f"    {line}")
+        if len(rows) > 8:
+            self.tracker.say(f"    and {len(rows) - 8} more")
+
+    def _roll_back(self) -> None:
+        """To the newest checkpoint, passing over the windows of all steps since."""
+        self.saver.wait()
+        found = folders.newest_whole(self.saver.checkpoints)[0] if self.ranks.is_main else None
+        folder = Path(distributed.from_main(str(found), self.ranks))
+        state = folders.read_state(folder)
+        assert state is not None
+        spent = self.progress.step + 1 - state["step"]
+        rollbacks = self.progress.rollbacks_in_row + 1
+        if rollbacks > max(1, self.config.max_skipped):
+            raise StepError(
+                f"step {self.progress.step + 1}: another spike, after {rollbacks - 1} returns to "
+                f"step {state['step']}"
+            )
+        left_out = [*self.progress.left_out, [state["step"], spent * self.windows_per_step]]
+        self.progress = Progress.of(state)
+        self.progress.left_out, self.progress.rollbacks_in_row = left_out, rollbacks
+        checkpoint.restore(folder, self.model, self.optimizer)
+        self.scaler.load_state_dict(state["loss_scaler"])
+        self.spikes = Spikes(self.config.spike_z, self.progress.past_losses)
+        self.ahead = None
+        self.tracker.rewind(self.progress.step)
+        self.tracker.say(
+            f"warning: back to step {self.progress.step}, leaving out the windows of the {spent} "
+            "steps since"
+        )
+
+    def _starts(self, step: int) -> np.ndarray:
+        """Where the windows of a step begin."""
+        size = self.windows_per_step
+        passed = sum(windows for since, windows in self.progress.left_out if step >= since)
+        return self.train.starts(step * size + passed, size)
+
+    def _batches(self) -> Iterator[Batch]:
+        """This rank's micro-batches of this step, on the device. The next one is always being read
+        on a thread, also over the border of steps."""
+        step, size, device = self.progress.step, self.config.micro_batch_size, self.machine.device
+
+        def begin(step: int, i: int) -> Future[Batch]:
+            j = i * self.ranks.world_size + self.ranks.rank
+            return self.reader.submit(read, self._starts(step)[j * size : (j + 1) * size])
+
+        def read(starts: np.ndarray) -> Batch:
+            x, y = self.train.batch(starts)
+            return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
+
+        known = self.ahead is not None and self.ahead[0] == step
+        waiting = self.ahead[1] if self.ahead and known else begin(step, 0)
+        for i in range(self.grad_accum_steps):
+            x, y = waiting.result()
+            last = i + 1 == self.grad_accum_steps
+            waiting = begin(step + 1, 0) if last else begin(step, i + 1)
+            if last:
+                self.ahead = (step + 1, waiting)
+            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def _forward_backward(self, x: Tensor, y: Tensor, j: int, sync: bool) -> Tensor:
         """Summed loss of micro-batch j; its share of the step's mean gradient is added up."""
@@ -189,53 +294,50 @@ class Trainer:
             distributed.set_gradient_sync(self.module, sync)
             with self.machine.autocast():
                 loss: Tensor = self.module(x, y)
-            # Every token weighs the same, whatever micro-batch or rank it is on. DDP takes the
-            # mean over ranks, hence the factor.
+            # Every token weighs the same, whatever micro-batch or rank it is on. The wrappers take
+            # the mean over ranks, hence the factor.
             share = loss * (self.ranks.world_size / self.config.batch_tokens)
             self.scaler.scale(share).backward()
             return loss.detach()
 
         if not self.compile_may_fail:
             return attempt()
-        self.compile_may_fail = False
         try:
-            return attempt()
+            loss = attempt()
+            self.compile_may_fail = False
+            return loss
         except Exception as e:
             if not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
+            if self.stop.asked is not None:  # Ctrl-C reached the compiler too: nothing is wrong
+                raise Interrupted from e
             reason = str(e).strip().splitlines()[0]
             self.tracker.say(f"torch.compile failed on this machine ({reason}): running without")
+        self.compile_may_fail = False
         runtime.uncompile_blocks(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         return attempt()
 
     # --- looking, without touching
 
-    @torch.no_grad()
-    def evaluate(self) -> tuple[float, float]:
-        """Loss on the fixed validation windows: (nats a token, bits a byte), shared among ranks."""
+    def evaluate(self) -> tuple[float, float] | None:
+        """Validation loss (nats a token, bits a byte); None where a signal cut it short."""
         assert self.val is not None
-        config, device = self.config, self.machine.device
-        count = min(self.val.n_eval, -(-config.eval_tokens // self.model.config.block_size))
-        chosen = np.arange(count) * self.val.n_eval // count  # spread over the whole split
-        mine = chosen[self.ranks.rank :: self.ranks.world_size]
-        # Losses and counts are added up in float64, so the order of ranks can't be seen.
-        sums = torch.zeros(3, dtype=torch.float64)
-        self.model.eval()
-        for first in range(0, len(mine), config.micro_batch_size):
-            indices = mine[first : first + config.micro_batch_size]
-            missing = config.micro_batch_size - len(indices)
-            x, y = self.val.eval_batch(np.pad(indices, (0, missing), mode="edge"))
-            y[len(indices) :] = IGNORE  # a full batch, so that compiled code sees one shape
-            x, y = x.to(device), y.to(device)
-            with self.machine.autocast():
-                loss = self.loss_of(x, y)
-            counted = y != IGNORE
-            n_bytes = (self.token_bytes[y.clamp_min(0)] * counted).sum()
-            sums += torch.stack([loss.double(), counted.sum(), n_bytes]).cpu()
-        self.model.train()
-        nats, tokens, n_bytes = distributed.all_sum(sums, self.ranks).tolist()
-        return nats / tokens, bits_per_byte(nats / tokens, n_bytes / tokens)
+
+        def stopped() -> bool:
+            self.watchdog.beat()
+            return self.stop.asked is not None
+
+        return evaluate(
+            self.loss_of,
+            self.val,
+            self.eval_windows,
+            self.config.micro_batch_size,
+            self.token_bytes,
+            self.machine,
+            self.ranks,
+            stopped,
+        )
 
     def show_sample(self) -> None:
         if self.sample is None or not self.ranks.is_main:
@@ -249,123 +351,143 @@ class Trainer:
     # --- keeping
 
     def save(self, best: bool = False) -> None:
-        """Write a checkpoint of this step, and point `latest` (and `best`) at it."""
+        """Take a copy of this step's state and have it written, with `latest` (and `best`) pointing
+        at it. Every rank has to come: a sharded model is gathered."""
+        taken = checkpoint.snapshot(self.model, self.optimizer)
         if self.ranks.is_main:
-            folder = self.checkpoints / folders.step_name(self.progress.step)
-            progress = self.progress
             state = {
-                "step": progress.step,
-                "tokens_seen": progress.tokens_seen,
-                "val_loss": progress.val_loss,
-                "best_val_loss": progress.best_val_loss,
-                "best_step": progress.best_step,
+                **asdict(self.progress),
                 "loss_scaler": self.scaler.state_dict(),
                 "tracker_run_id": self.tracker.run_id,
                 "world_size": self.ranks.world_size,
                 **self.state,
             }
-            if self.saved_step != progress.step:
-                checkpoint.write(
-                    folder, self.model, self.optimizer, state, self.eot, self.tokenizer
-                )
-            folders.link("latest", folder)
-            if best:
-                folders.link("best", folder)
-            folders.prune(self.checkpoints, self.config.keep_last)
-        self.saved_step = self.progress.step
+            self.saver.start(taken, state, best)
         self.last_save = time.monotonic()
-        distributed.barrier(self.ranks)
+
+    def _check_saves(self, final: bool = False) -> None:
+        """Say that a save of the main rank has failed; raise its error where that ends the run."""
+        failed = torch.tensor(int(self.saver.error is not None))
+        if not int(distributed.all_max(failed, self.ranks)):
+            return
+        error = self.saver.error or OSError("the main rank could not save")
+        self.saver.error = None
+        if (
+            final  # there is no next time
+            or self.config.on_save_error == OnSaveError.stop
+            or not isinstance(error, OSError)
+        ):
+            raise error
+        self.tracker.say(
+            f"warning: {error.filename} could not be written ({error.strerror}): going on without; "
+            f"the newest whole checkpoint is {self.newest()}"
+        )
+
+    def newest(self) -> str:
+        """The newest whole checkpoint, for people."""
+        step = self.saver.saved_step
+        return folders.step_name(step) if step else "none yet"
 
     # --- the run
 
     def run(self) -> int | None:
-        """Train to the end. Returns the signal that stopped it before, or None."""
-        with self._signals():
-            while self.progress.step < self.config.max_steps:
-                begun = time.perf_counter()
-                loss, grad_norm, lr = self.update()
-                self.clock.add(time.perf_counter() - begun)
-                self._after_update(loss, grad_norm, lr)
-                if self.stop_signal is not None:
-                    break
+        """Train to the end. Returns the signal that stopped it before, or None.
+
+        Raises StepError where the run can't go on, OSError where it can't be saved.
+        """
+        with self.stop, self.watchdog:
+            try:
+                self._run()
+            finally:
+                self.reader.shutdown(wait=False, cancel_futures=True)
+                self.saver.wait()
+            self._check_saves(final=True)
         self.tracker.pause()
         return self.stop_signal
 
-    def _after_update(self, loss: float, grad_norm: float, lr: float) -> None:
+    def _run(self) -> None:
+        if self.progress.unevaluated is not None:
+            row, self.progress.unevaluated = self.progress.unevaluated, None
+            self._look(row, evaluate=self.val is not None)
+        while self.progress.step < self.config.max_steps and self.stop_signal is None:
+            begun = time.perf_counter()
+            try:
+                step, done = self.progress.step, self.update()
+            except Interrupted:
+                self.stop_signal = self.stop.asked
+                if self.progress.step and self.saver.saved_step != self.progress.step:
+                    self.save()
+                return
+            self.meter.add(time.perf_counter() - begun)
+            if self.progress.step > step:
+                self._after_step(done)
+
+    def _after_step(self, done: Update | None) -> None:
         config, step = self.config, self.progress.step
         last = step == config.max_steps
-        due = last or step % config.log_every == 0
         evaluate = self.val is not None and (last or _due(step, config.eval_every))
-        text = f"loss {loss:.3f}"
-        row: dict[str, float | int] = {}
-        if due or evaluate:
-            rate = self.clock.rate(config.batch_tokens)
-            row = {
-                "step": step,
-                "tokens_seen": self.progress.tokens_seen,
-                "train/loss": loss,
-                "lr": lr,
-                "grad_norm": grad_norm,
-                "perf/tokens_per_sec": rate,
-            }
-            if self.mfu_per_token is not None:
-                row["perf/mfu"] = rate * self.mfu_per_token
-            self.tokens_per_sec = rate
+        due = last or evaluate or done is None or step % config.log_every == 0
+        row: dict[str, float] = {}
+        if due:
+            row = {"step": step, "tokens_seen": self.progress.tokens_seen}
+            if done is not None:
+                row |= {"train/loss": done.loss, "lr": done.lr, "grad_norm": done.grad_norm}
+            if self.progress.skipped:
+                row["skipped"] = self.progress.skipped
+            row |= self.meter.row()
+        text = f"loss {done.loss:.3f}  lr {done.lr:.2e}" if done else "skipped"
+        self._look(row, evaluate, text)
+
+    def _look(self, row: dict[str, float], evaluate: bool, text: str = "") -> None:
+        """Evaluate, log, save and sample, each where it is due."""
+        config, progress, step = self.config, self.progress, self.progress.step
         better = False
         if evaluate:
-            val_loss, val_bits = self.evaluate()
-            row |= {"val/loss": val_loss, "val/bits_per_byte": val_bits}
-            self.progress.val_loss = val_loss
-            best = self.progress.best_val_loss
-            if math.isfinite(val_loss) and (best is None or val_loss < best):
-                self.progress.best_val_loss, self.progress.best_step = val_loss, step
-                better = True
-            text += f"  val {val_loss:.3f} ({val_bits:.3f} bits/byte)"
-        if due or evaluate:
+            measured = self.evaluate()
+            if measured is None:
+                progress.unevaluated = row
+            else:
+                val_loss, val_bits = measured
+                row |= {"val/loss": val_loss, "val/bits_per_byte": val_bits}
+                text += f"  val {val_loss:.3f} ({val_bits:.3f} bits/byte)"
+                progress.val_loss = val_loss if math.isfinite(val_loss) else None
+                best = progress.best_val_loss
+                if math.isfinite(val_loss) and (best is None or val_loss < best):
+                    progress.best_val_loss, progress.best_step = val_loss, step
+                    better = True
+        if row and progress.unevaluated is None:
             self.tracker.log(row)
-        text += f"  lr {lr:.2e}"
-        if (left := self.clock.left(config.max_steps - step)) is not None:
-            rate = self.tokens_per_sec or config.batch_tokens / self.clock.durations[-1]
+        rate, left = self.meter.rate(), self.meter.left(config.max_steps - step)
+        if rate is not None and left is not None:
             text += f"  {rate:,.0f} tokens/s  {_duration(left)} left"
-        self.tracker.progress(step, config.max_steps, text, due or evaluate or self.first_line)
+        self.tracker.progress(step, config.max_steps, text, bool(row) or self.first_line)
         # One more line early on, once it is known how long the rest takes.
         self.first_line = left is None
-        if self._save_is_due(last, better):
+        if self._save_is_due(better):
+            progress.rollbacks_in_row = 0
             self.save(best=better)
-        if not last and _due(step, config.sample_every):
+        if step < config.max_steps and _due(step, config.sample_every):
             self.show_sample()
 
-    def _save_is_due(self, last: bool, better: bool) -> bool:
+    def _save_is_due(self, better: bool) -> bool:
         """Whether to save now. The main rank's clock and every rank's signals count for all."""
         minutes = self.config.save_minutes
         by_time = bool(minutes) and time.monotonic() - self.last_save > 60 * (minutes or 0)
-        flags = torch.tensor([int(self.ranks.is_main and by_time), self.asked or 0])
-        distributed.all_max(flags, self.ranks)
-        self.stop_signal = int(flags[1]) or None
-        every = _due(self.progress.step, self.config.save_every)
-        return last or better or every or bool(flags[0]) or self.stop_signal is not None
+        failed = self.saver.error is not None
+        flags = torch.tensor(
+            [int(self.ranks.is_main and by_time), self.stop.asked or 0, int(failed)]
+        )
+        by_time_, signal_, failed_ = distributed.all_max(flags, self.ranks).tolist()
+        if failed_:
+            self._check_saves()
+        self.stop_signal = signal_ or None
+        step = self.progress.step
+        every = _due(step, self.config.save_every) or step == self.config.max_steps
+        return every or better or bool(by_time_) or self.stop_signal is not None
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM let the step in flight end and be saved; a second one ends at once."""
 
-        def ask(number: int, frame: Any) -> None:
-            if self.asked is not None:
-                for n, old in before.items():
-                    signal.signal(n, old)
-                raise KeyboardInterrupt
-            self.asked = number
-            if self.ranks.is_main:
-                # Straight to the terminal: the console may be in the middle of a line, which a
-                # print from here would make it write twice.
-                os.write(2, b"\nstopping after this step (once more: at once, without saving)\n")
-
-        before = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for n, old in before.items():
-                signal.signal(n, old)
+class Interrupted(Exception):
+    """A signal came in the middle of a step that could not be finished."""
 
 
 def _due(step: int, every: int | None) -> bool:

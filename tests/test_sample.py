@@ -271,8 +271,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         model = reciter(text)
         checkpoint.write(
             checkpoints / folders.step_name(step),
-            model,
-            torch.optim.AdamW(model.parameters()),
+            checkpoint.snapshot(model, torch.optim.AdamW(model.parameters())),
             {"step": step, "val_loss": loss},
             256,
             tmp_path / "tokenizer",

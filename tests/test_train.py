@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import train
 from conf.cli import stored_overrides
+from conf.door import RunError
 from gpt import checkpoint, folders, trainer
 from gpt.tracker import read_metrics
 
@@ -245,15 +246,18 @@ def test_a_loss_that_is_no_number_stops_the_run(
     train_run: TrainRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 1, one line, the last good checkpoint named and whole."""
-    train_run("trainer.max_steps=10")
+    _, run = train_run("trainer.max_steps=10")
+    capsys.readouterr()
     forward = trainer.NextTokenLoss.forward
     monkeypatch.setattr(
         trainer.NextTokenLoss, "forward", lambda self, x, y: forward(self, x, y) * float("nan")
     )
-    code, run = train_run("trainer.max_steps=20")
-    assert code == 1
-    error = capsys.readouterr().err
-    assert "error: step 11: loss nan" in error and "step_00000010" in error
+    with pytest.raises(RunError, match="step 13: loss nan") as caught:
+        train_run("trainer.max_steps=20", "trainer.max_skipped=2")
+    assert "step_00000010" in str(caught.value) and "3 in a row" in str(caught.value)
+    said = capsys.readouterr().out
+    assert said.count("all ranks skip this update") == 3 and "train window at" in said
+    assert os.readlink(run / "checkpoints" / "latest") == "step_00000010"
     folders.verify(run / "checkpoints" / "step_00000010")
 
 

@@ -33,14 +33,18 @@ def save(folder: Path, step: int = 1) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     model, optimizer = trained()
     path = folder / folders.step_name(step)
-    checkpoint.write(path, model, optimizer, {"step": step}, eot=59, tokenizer=None)
+    checkpoint.write(
+        path, checkpoint.snapshot(model, optimizer), {"step": step}, eot=59, tokenizer=None
+    )
     return path
 
 
 def test_weights_and_moments_come_back_to_the_bit(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = tmp_path / "step_00000001"
-    checkpoint.write(path, model, optimizer, {"step": 1}, eot=59, tokenizer=None)
+    checkpoint.write(
+        path, checkpoint.snapshot(model, optimizer), {"step": 1}, eot=59, tokenizer=None
+    )
     loaded = checkpoint.load_model(path)
     for (name, a), b in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
         assert torch.equal(a, b), name

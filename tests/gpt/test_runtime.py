@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt import runtime
-from gpt.config import Attention, DType, RuntimeConfig
+from gpt.config import Attention, DType, Parallel, RuntimeConfig
 from gpt.runtime import resolve, seed_of
 
 CPU = torch.device("cpu")
@@ -12,8 +12,9 @@ CPU = torch.device("cpu")
 
 def config(**changes: object) -> RuntimeConfig:
     values = {"device": "cpu", "dtype": DType.auto, "compile": False}
-    fixed = {"attention": Attention.flash, "deterministic": False}
-    return RuntimeConfig(**{**values, **fixed, **changes})  # type: ignore[arg-type]
+    fixed = {"attention": Attention.flash, "deterministic": False, "parallel": Parallel.ddp}
+    off = {"activation_checkpointing": False, "hang_minutes": None, "peak_flops": None}
+    return RuntimeConfig(**{**values, **fixed, **off, **changes})  # type: ignore[arg-type]
 
 
 def test_auto_and_cpu_run_where_there_is_no_gpu() -> None:

@@ -1,0 +1,66 @@
+"""How every command ends: its exit code, and one line for what went wrong.
+
+Imports nothing heavy, so that a command can be behind this door before it loads torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from gpt.ranks import Ranks, find_ranks, leave
+from gpt.stopping import SIGNALS, Stopped, raise_stopped
+
+
+class RunError(RuntimeError):
+    """The run itself failed, for a reason said in one line: exit code 1."""
+
+
+def door(command: Callable[[list[str]], int], consequence: str) -> NoReturn:
+    """Run a command on the command line's arguments, and leave with its exit code.
+
+    ValueError and OSError are the user's to mend (2), `consequence` being what an OSError means;
+    RunError is 1, as is what nobody foresaw, with its traceback; a signal is 128 and its number.
+    """
+    ranks = find_ranks()
+    for number in SIGNALS:
+        signal.signal(number, raise_stopped)
+    try:
+        code = command(sys.argv[1:])
+    except ValueError as e:
+        code = _fail(str(e), 2, ranks)
+    except RunError as e:
+        code = _fail(str(e), 1, ranks)
+    except BrokenPipeError:  # `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as e:
+        what = f"{e.filename or 'a file'}: {e.strerror or e}"
+        mend = "mend the path, its rights or the disk's room, and run this again"
+        code = _fail(f"{what}; {consequence}; {mend}", 2, ranks)
+    except KeyboardInterrupt as e:
+        number = e.number if isinstance(e, Stopped) else signal.SIGINT
+        if ranks.is_main:
+            print("stopped; what was saved is whole: the same command goes on", file=sys.stderr)
+        code = 128 + number
+    except Exception as e:
+        if ranks.world_size > 1 and "Connection" in str(e):
+            # Another rank is gone, and has said why; torchrun ends this one meanwhile.
+            code = _fail(f"rank {ranks.rank} has lost another rank; see the error above", 1, ranks)
+        else:
+            traceback.print_exc()
+            code = 1
+    leave(ranks, code)
+
+
+def _fail(message: str, code: int, ranks: Ranks) -> int:
+    """One line on stderr, from one rank."""
+    if not ranks.is_main:
+        time.sleep(3)  # where the main rank fails too, torchrun ends this one meanwhile
+    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    return code

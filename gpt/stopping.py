@@ -1,0 +1,113 @@
+"""Signals that ask a run to end, and how long it may stand still."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import FrameType, TracebackType
+
+from gpt.ranks import Ranks
+
+# SIGUSR1: what Slurm sends before a time limit (--signal=USR1@…).
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
+ONE_WISH = 3.0  # seconds
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that came where nothing is to be saved."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
+
+
+class Stop:
+    """While it is entered, a signal only asks; a second one ends the process at once.
+
+    Under torchrun Ctrl-C arrives twice, from the terminal and from torchrun: what comes within
+    three seconds there is one wish.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.asked: int | None = None
+        self._asked_at = 0.0
+
+    def __enter__(self) -> Stop:
+        self._before = {n: signal.signal(n, self._ask) for n in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for n, old in self._before.items():
+            signal.signal(n, old)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked is not None:
+            if self.ranks.world_size == 1 or now - self._asked_at > ONE_WISH:
+                os._exit(128 + number)
+            return
+        self.asked, self._asked_at = number, now
+        if self.ranks.is_main:
+            # Straight to the terminal: the console may be in the middle of a line, which a print
+            # from here would make it write twice.
+            os.write(2, b"\nstopping after this step (once more: at once, without saving)\n")
+
+
+class Watchdog:
+    """Ends the process when the loop stands still for longer than `minutes`.
+
+    A rank that hangs would keep all others waiting inside a collective, for hours. They wait, so
+    they are not the cause: the one whose main thread is elsewhere speaks and ends first.
+    """
+
+    def __init__(self, minutes: float | None, ranks: Ranks) -> None:
+        self.seconds = 60 * minutes if minutes else None
+        self.ranks = ranks
+        self._last = time.monotonic()
+        self._done = threading.Event()
+        self._thread = threading.get_ident()
+
+    def beat(self) -> None:
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Watchdog:
+        self.beat()
+        if self.seconds is not None:
+            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        assert self.seconds is not None
+        while not self._done.wait(min(1.0, self.seconds / 4)):
+            still = time.monotonic() - self._last
+            if still < self.seconds:
+                continue
+            stack = traceback.extract_stack(sys._current_frames()[self._thread])
+            waiting = any("distributed" in frame.filename for frame in stack[-4:])
+            if waiting and still < self.seconds + 10:
+                continue
+            place = stack[-1]
+            os.write(
+                2,
+                f"error: rank {self.ranks.rank} has stood still for {still:.0f} s in {place.name} "
+                f"({place.filename}:{place.lineno}); the run would wait for ever, so it ends; "
+                "start it again, and it goes on from its newest checkpoint "
+                "(runtime.hang_minutes=null waits without end)\n".encode(),
+            )
+            os._exit(1)
