@@ -129,6 +129,11 @@ class RuntimeConfig:
                 f"runtime.hang_minutes={self.hang_minutes} is negative; it is how long a run may "
                 "stand still; use a positive number, or null to wait without end"
             )
+        if self.peak_flops is not None and not 0 < self.peak_flops < float("inf"):
+            raise ValueError(
+                f"runtime.peak_flops={self.peak_flops} is no rate; it is what one device could do; "
+                "use FLOP/s, such as 989e12, or null to look it up"
+            )
 
 
 class OnSpike(str, Enum):
