@@ -20,12 +20,14 @@ from data.shards import Manifest, load_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.windows import Windows
 from gpt import checkpoint, distributed, folders, runtime
+from gpt.bad_steps import Progress, StepError
+from gpt.config import Parallel
 from gpt.generate import generate
 from gpt.model import GPT
 from gpt.ranks import Ranks, find_ranks
 from gpt.schedule import lr_scale
 from gpt.tracker import Tracker
-from gpt.trainer import Progress, StepError, Trainer
+from gpt.trainer import Trainer
 
 # What must stay on resume, of the sections that are not science as a whole. The data itself is
 # compared by its fingerprint.
@@ -41,7 +43,7 @@ def train(config: Config, overrides: list[str]) -> int:
     ranks = find_ranks()
     machine = runtime.resolve(config.runtime, ranks.local_rank)
     config.trainer.check_batch(config.model.block_size, ranks.world_size)
-    distributed.start(ranks, machine.device)
+    distributed.start(ranks, machine)
     with Tracker(config.tracker, ranks.is_main) as tracker, contextlib.ExitStack() as locks:
         code = _train(config, overrides, machine, ranks, tracker, locks)
     distributed.barrier(ranks)  # nobody leaves while another still needs it
@@ -127,7 +129,7 @@ def _train(
         eot=manifest.eot,
         document_mask=config.data.document_mask,
         tokenizer=shards / "tokenizer",
-        sample=_sampler(shards, manifest, config.trainer.seed, tracker),
+        sample=_sampler(config, shards, manifest, ranks, tracker),
         progress=Progress.of(state) if state else Progress(),
     )
     if state is not None and found is not None:
@@ -273,7 +275,13 @@ def _token_bytes(shards: Path) -> Any:
     return np.load(shards / "token_bytes.npy", allow_pickle=False).astype(np.int64)
 
 
-def _sampler(shards: Path, manifest: Manifest, seed: int, tracker: Tracker) -> Any:
+def _sampler(
+    config: Config, shards: Path, manifest: Manifest, ranks: Ranks, tracker: Tracker
+) -> Any:
+    if config.runtime.parallel == Parallel.fsdp and ranks.world_size > 1:
+        tracker.say("note: no samples are shown: no rank holds the whole model (use sample.py)")
+        return None
+    seed = config.trainer.seed
     try:
         tokenizer: Tokenizer = load_tokenizer(shards / "tokenizer")
     except ValueError as e:

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 
 from gpt import checkpoint, distributed, folders, runtime
-from gpt.config import AdamWConfig, OnSaveError, OnSpike, TrainerConfig
+from gpt.bad_steps import Judge, Progress, Update, Verdict
+from gpt.config import AdamWConfig, OnSaveError, TrainerConfig
 from gpt.evaluation import EvalData, evaluate
 from gpt.loss import NextTokenLoss
 from gpt.metrics import Meter, flops_per_token, total_peak
@@ -46,39 +46,8 @@ class Data(EvalData, Protocol):
     def describe(self, starts: np.ndarray) -> list[str]: ...
 
 
-@dataclass(slots=True)
-class Progress:
-    """All that history knows beside weights and moments: what state.json keeps."""
-
-    step: int = 0
-    tokens_seen: int = 0
-    val_loss: float | None = None  # of the newest evaluation
-    best_val_loss: float | None = None
-    best_step: int | None = None
-    skipped: int = 0  # steps without an update
-    skipped_in_row: int = 0
-    rollbacks_in_row: int = 0
-    left_out: list[list[int]] = field(default_factory=list)  # [from step, windows passed over]
-    past_losses: list[float] = field(default_factory=list)  # of gpt/spikes.py
-    unevaluated: dict[str, float] | None = None  # a row whose evaluation a signal cut short
-
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> Progress:
-        """From a state.json, which may be older than some of the fields."""
-        return cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
-
-
-@dataclass(slots=True)
-class Update:
-    """What an update was: mean loss in nats a token, gradient norm before clipping, rate."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-
-
-class StepError(RuntimeError):
-    """Training can't go on, for a reason that lies in the run itself."""
+class Interrupted(Exception):
+    """A signal came in the middle of a step that could not be finished."""
 
 
 class Trainer:
@@ -135,7 +104,7 @@ class Trainer:
             machine.compile and machine.config.compile == "auto" and ranks.world_size == 1
         )
         self.saver = Saver(checkpoints, config.keep_last, eot, tokenizer, progress.step or None)
-        self.spikes = Spikes(config.spike_z, progress.past_losses)
+        self.judge = Judge(config, self.scaler.is_enabled(), progress.past_losses, ranks, tracker)
         self.stop = Stop(ranks)
         self.watchdog = Watchdog(machine.config.hang_minutes, ranks)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="windows")
@@ -165,70 +134,26 @@ class Trainer:
         loss, grad_norm = torch.stack([total / config.batch_tokens, norm]).tolist()
         lr = self.peak_lr * lr_scale(self.schedule, progress.step, config.max_steps)
         done = Update(loss, grad_norm, lr)
-        taken = self._is_taken(done, losses)
-        if taken:
+        saved = self.saver.saved_step is not None
+        verdict, name_windows = self.judge.verdict(done, progress, saved)
+        if name_windows:
+            self.judge.name_windows(losses, self._starts(progress.step), self.train.describe)
+            self.judge.check_patience(done, progress)
+        if verdict == Verdict.take:
             set_lr(self.optimizer, lr)
             self.scaler.step(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
         if self.scaler.is_enabled():  # after every unscale_, taken or not
             self.scaler.update()
-        if taken is None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if verdict == Verdict.go_back:
             self._roll_back()
             return None
+        taken = verdict == Verdict.take
         progress.step += 1
         progress.tokens_seen += config.batch_tokens
         progress.skipped += not taken
         progress.skipped_in_row = 0 if taken else progress.skipped_in_row + 1
         return done if taken else None
-
-    def _is_taken(self, done: Update, losses: Tensor) -> bool | None:
-        """Whether to apply the update; None: go back to the last checkpoint. All ranks decide on
-        the same numbers."""
-        config, step = self.config, self.progress.step + 1
-        if not math.isfinite(done.loss) or not math.isfinite(done.grad_norm):
-            if self.scaler.is_enabled() and math.isfinite(done.loss):
-                return False  # an overflow, which loss scaling is there to find
-            what = f"step {step}: loss {done.loss}, gradient norm {done.grad_norm}"
-            self.tracker.say(f"warning: {what}: all ranks skip this update")
-            self._name_windows(losses)
-            if self.progress.skipped_in_row >= config.max_skipped:
-                times = self.progress.skipped_in_row + 1
-                raise StepError(f"{what}, {times} in a row without an update")
-            return False
-        z = self.spikes.is_spike(done.loss)
-        self.progress.past_losses = list(self.spikes.past)
-        if z is None:
-            return True
-        self.tracker.say(
-            f"note: step {step}: loss {done.loss:.3f} is a spike, {z:.1f} robust deviations above "
-            f"the {len(self.spikes.past)} steps before"
-        )
-        if config.on_spike == OnSpike.log:
-            return True
-        roll_back = config.on_spike == OnSpike.rollback and self.saver.saved_step is not None
-        if not roll_back:
-            self.tracker.say(f"warning: step {step}: all ranks skip this update (trainer.on_spike)")
-        self._name_windows(losses)
-        return None if roll_back else False
-
-    def _name_windows(self, losses: Tensor) -> None:
-        """Say which windows a bad step read: those of micro-batches whose loss is no number, or all
-        where every loss is one."""
-        count = self.grad_accum_steps * self.ranks.world_size
-        bad = torch.zeros(count)
-        bad[self.ranks.rank :: self.ranks.world_size] = (~torch.isfinite(losses)).float().cpu()
-        bad = distributed.all_sum(bad, self.ranks)
-        if not self.ranks.is_main:
-            return
-        chosen = [j for j in range(count) if bad[j]] or list(range(count))
-        size, starts = self.config.micro_batch_size, self._starts(self.progress.step)
-        rows = np.concatenate([starts[j * size : (j + 1) * size] for j in chosen])
-        who = sorted({j % self.ranks.world_size for j in chosen})
-        self.tracker.say(f"  on rank {', '.join(map(str, who))}, which read {len(rows)} windows:")
-        for line in self.train.describe(rows[:8]):
-            self.tracker.say(f"    {line}")
-        if len(rows) > 8:
-            self.tracker.say(f"    and {len(rows) - 8} more")
 
     def _roll_back(self) -> None:
         """To the newest checkpoint, passing over the windows of all steps since."""
@@ -238,18 +163,13 @@ class Trainer:
         state = folders.read_state(folder)
         assert state is not None
         spent = self.progress.step + 1 - state["step"]
-        rollbacks = self.progress.rollbacks_in_row + 1
-        if rollbacks > max(1, self.config.max_skipped):
-            raise StepError(
-                f"step {self.progress.step + 1}: another spike, after {rollbacks - 1} returns to "
-                f"step {state['step']}"
-            )
+        rollbacks = self.progress.rollbacks_in_row
         left_out = [*self.progress.left_out, [state["step"], spent * self.windows_per_step]]
         self.progress = Progress.of(state)
-        self.progress.left_out, self.progress.rollbacks_in_row = left_out, rollbacks
+        self.progress.left_out, self.progress.rollbacks_in_row = left_out, rollbacks + 1
         checkpoint.restore(folder, self.model, self.optimizer)
         self.scaler.load_state_dict(state["loss_scaler"])
-        self.spikes = Spikes(self.config.spike_z, self.progress.past_losses)
+        self.judge.spikes = Spikes(self.config.spike_z, self.progress.past_losses)
         self.ahead = None
         self.tracker.rewind(self.progress.step)
         self.tracker.say(
@@ -353,10 +273,10 @@ class Trainer:
     def save(self, best: bool = False) -> None:
         """Take a copy of this step's state and have it written, with `latest` (and `best`) pointing
         at it. Every rank has to come: a sharded model is gathered."""
-        taken = checkpoint.snapshot(self.model, self.optimizer)
-        if self.ranks.is_main:
+        taken = checkpoint.snapshot(self.model, self.optimizer, keep=self.ranks.is_main)
+        if taken is not None:
             state = {
-                **asdict(self.progress),
+                **self.progress.state(),
                 "loss_scaler": self.scaler.state_dict(),
                 "tracker_run_id": self.tracker.run_id,
                 "world_size": self.ranks.world_size,
@@ -484,10 +404,6 @@ class Trainer:
         step = self.progress.step
         every = _due(step, self.config.save_every) or step == self.config.max_steps
         return every or better or bool(by_time_) or self.stop_signal is not None
-
-
-class Interrupted(Exception):
-    """A signal came in the middle of a step that could not be finished."""
 
 
 def _due(step: int, every: int | None) -> bool:
