@@ -20,6 +20,7 @@ from data.shards import Manifest, load_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.windows import Windows
 from gpt import checkpoint, distributed, folders, runtime
+from gpt.autobatch import find_micro_batch_size
 from gpt.bad_steps import Progress, StepError
 from gpt.config import Parallel
 from gpt.generate import generate
@@ -92,6 +93,18 @@ def _train(
     config.model.vocab_size = _vocab_size(config, manifest)
     train_windows, val_windows = _open(config, shards, manifest)
     model = _build(config, found or source, manifest)
+    if config.trainer.micro_batch_size == "auto":
+        if config.runtime.parallel == Parallel.fsdp and not state:
+            raise ValueError(
+                "trainer.micro_batch_size=auto can't be tried before a model is sharded "
+                "(runtime.parallel=fsdp); how much fits is unknown; give a number"
+            )
+        config.trainer.micro_batch_size = (
+            state["config"]["trainer"]["micro_batch_size"]
+            if state
+            else find_micro_batch_size(model, config.trainer.batch_tokens, machine, ranks)
+        )
+        config.trainer.check_batch(config.model.block_size, ranks.world_size)
 
     if ranks.is_main:
         if not folder.is_dir():
@@ -145,6 +158,15 @@ def _train(
             f"{trainer.newest()}; lower optimizer.lr, or look at the windows named above with "
             f"python -m data.inspect {shards} --window N"
         ) from e
+    except RuntimeError as e:
+        if not runtime.is_out_of_memory(e):
+            raise
+        raise ValueError(
+            f"{machine.device} ran out of memory with micro-batches of "
+            f"{config.trainer.micro_batch_size} windows; the run can't go on there; start it with "
+            "a smaller trainer.micro_batch_size (or auto), runtime.activation_checkpointing=true, "
+            "or, over several devices, runtime.parallel=fsdp"
+        ) from e
     _report(tracker, trainer, folder, continue_with, stopped_by)
     return 128 + stopped_by if stopped_by else 0
 
@@ -194,6 +216,8 @@ def _check_settings(config: Config, state: dict[str, Any]) -> None:
     old, new = state["config"], to_plain(config)
     if new["model"]["vocab_size"] is None:
         new["model"]["vocab_size"] = old["model"]["vocab_size"]
+    if new["trainer"]["micro_batch_size"] == "auto":
+        new["trainer"]["micro_batch_size"] = old["trainer"]["micro_batch_size"]
     differ = []
     for section in ("model", "optimizer", "schedule", "trainer", "data"):
         keys = SCIENCE.get(section) or sorted({*old[section], *new[section]})

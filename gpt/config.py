@@ -147,7 +147,8 @@ OnSaveError = Enum("OnSaveError", {"stop": "stop", "continue": "continue"}, type
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    """`batch_tokens` an optimizer step over all ranks; `micro_batch_size` windows at once on one.
+    """`batch_tokens` an optimizer step over all ranks; `micro_batch_size` windows at once on one
+    (auto: gpt/autobatch.py).
 
     Periods are in steps (`save_minutes` in minutes); null or 0 switches one off. `max_skipped`: so
     many steps in a row may have a loss or gradient that is no number. `spike_z`: a loss so many
@@ -157,7 +158,7 @@ class TrainerConfig:
     seed: int
     max_steps: int
     batch_tokens: int
-    micro_batch_size: int
+    micro_batch_size: Any  # int, or auto until the run is built
     grad_clip: float | None
     eval_every: int | None
     eval_tokens: int
@@ -180,7 +181,15 @@ class TrainerConfig:
             "keep_last",
             "log_every",
         ):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if name == "micro_batch_size" and value == "auto":
+                continue
+            if not isinstance(value, int):
+                raise ValueError(
+                    f"trainer.{name}={value} is no whole number; so many windows go through at "
+                    "once; set it to 1 or more, or to auto"
+                )
+            if value < 1:
                 raise ValueError(
                     f"trainer.{name}={getattr(self, name)} is not positive; a run needs at least "
                     "one; set it to 1 or more"
@@ -203,12 +212,13 @@ class TrainerConfig:
 
     def check_batch(self, block_size: int, world_size: int) -> None:
         """Raises ValueError where ranks and micro-batches can't share out a step evenly."""
-        micro = block_size * self.micro_batch_size * world_size
+        size = 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+        micro = block_size * size * world_size
         if self.batch_tokens % micro:
             below = self.batch_tokens // micro * micro
             near = f"{below} or {below + micro}" if below else f"{micro}"
             raise ValueError(
                 f"trainer.batch_tokens={self.batch_tokens} is not a multiple of {micro} "
-                f"(block_size {block_size} × micro_batch_size {self.micro_batch_size} × "
+                f"(block_size {block_size} × micro_batch_size {size} × "
                 f"{world_size} ranks); a step can't be dealt out evenly; nearest that can: {near}"
             )

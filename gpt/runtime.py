@@ -154,6 +154,10 @@ def _blocks(model: nn.Module) -> Any:
     return blocks
 
 
+def is_out_of_memory(e: RuntimeError) -> bool:
+    return isinstance(e, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(e)
+
+
 def seed_of(*parts: int | str) -> int:
     """A 63-bit seed as a function of the parts: near parts give unrelated seeds."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()

@@ -261,6 +261,28 @@ def test_a_loss_that_is_no_number_stops_the_run(
     folders.verify(run / "checkpoints" / "step_00000010")
 
 
+def test_auto_is_chosen_once_and_kept(train_run: TrainRun) -> None:
+    """The micro-batches are part of what a run is: a resume takes those of its start."""
+    auto = "trainer.micro_batch_size=auto"
+    _, run = train_run(auto, "trainer.max_steps=5")
+    state = folders.read_state(run / "checkpoints" / "latest") or {}
+    assert state["config"]["trainer"]["micro_batch_size"] == 8  # all windows of a step
+    assert train_run(auto, "trainer.max_steps=10")[0] == 0
+    with pytest.raises(ValueError, match="micro_batch_size was 8 and is 4"):
+        train_run("trainer.micro_batch_size=4", "trainer.max_steps=15")
+
+
+def test_memory_that_runs_out_is_one_line(
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def greedy(self: trainer.Trainer) -> Any:
+        return torch.empty(2**60)
+
+    monkeypatch.setattr(trainer.Trainer, "update", greedy)
+    with pytest.raises(ValueError, match=r"cpu ran out of memory with micro-batches of 4 windows"):
+        train_run()
+
+
 # --- what is refused
 
 
