@@ -18,30 +18,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gpt.attention_dropout import attend, keep_mask
 from gpt.config import GPTConfig as GPTConfig  # noqa: PLC0414  (people import it from here)
 
 INIT_STD = 0.02
 LAYER_NORM_EPS = 1e-5
 VOCAB_MULTIPLE = 64
 
+Body = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float,
+    mask: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """Causal attention written out: scores, scale, mask, softmax, dropout, blend.
 
     q, k, v: [B, H, T, D] → [B, H, T, D]. Softmax(QKᵀ/√D)V of Vaswani et al. 2017, eq. 1, with
     the causal mask of section 3.2.3; `mask` [B, 1, T, T], True where a row may look, replaces it.
+    Dropout needs a `seed` (int64, one number) and drops what it says, scaling up what is left.
     Holds T × T numbers a head: to be read and compared with.
     """
-    T, D = q.shape[-2:]
+    B, H, T, D = q.shape
     scores = q @ k.transpose(-2, -1)  # [B, H, T, T]: row i asks, column j answers
     scores = scores / math.sqrt(D)
     if mask is None:
         mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))
     weights = torch.softmax(scores, dim=-1)
-    weights = F.dropout(weights, dropout)
+    if dropout:
+        assert seed is not None
+        weights = weights * keep_mask(seed, B, H, T, dropout) / (1 - dropout)
     return weights @ v
 
 
@@ -73,23 +84,31 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.resid_dropout)
         self.attention = attention
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        B, T, C = x.shape
-        q, k, v = (
-            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # [B, H, T, D]
-            for part in self.c_attn(x).split(C, dim=2)
-        )
+    def forward(self, x: Tensor, mask: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
         # SDPA drops whatever the module's mode is, so the mode is looked at here.
         dropout = self.attn_dropout if self.training else 0.0
+        out: Tensor = self.resid_dropout(
+            self.c_proj(self.heads(self.c_attn(x), dropout, mask, seed))
+        )
+        return out
+
+    def heads(
+        self, qkv: Tensor, dropout: float, mask: Tensor | None, seed: Tensor | None
+    ) -> Tensor:
+        """q, k, v side by side [B, T, 3C] → what each head found, side by side [B, T, C]."""
+        B, T, C3 = qkv.shape
+        if self.attention == "flash" and dropout and qkv.device.type == "cpu":
+            assert seed is not None
+            dropped: Tensor = attend(qkv, self.n_head, dropout, seed, mask)
+            return dropped
+        q, k, v = qkv.view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # [B, H, T, D] each
         if self.attention == "flash":
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
             )
         else:
-            y = reference_attention(q, k, v, dropout, mask)
-        y = y.transpose(1, 2).reshape(B, T, C)
-        out: Tensor = self.resid_dropout(self.c_proj(y))
-        return out
+            y = reference_attention(q, k, v, dropout, mask, seed)
+        return y.transpose(1, 2).reshape(B, T, C3 // 3)
 
 
 class MLP(nn.Module):
@@ -113,20 +132,22 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=LAYER_NORM_EPS)
         self.mlp = MLP(config)
         self.recompute = False
-        self.body: Callable[[Tensor, Tensor | None], Tensor] = self._body  # or compiled
+        self.body: Body = self._body  # or that, compiled
 
-    def _body(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), mask)
+    def _body(self, x: Tensor, mask: Tensor | None, seed: Tensor | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), mask, seed)
         x = x + self.mlp(self.ln_2(x))
         return x
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[B, T, C] → [B, T, C]. With `recompute`, only x is kept for the backward pass, which runs
-        the block again, with the same dropout: memory for time (Chen et al. 2016)."""
+    def forward(self, x: Tensor, mask: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
+        """[B, T, C] → [B, T, C]; `seed` (int64, one number) decides what attention drops.
+
+        With `recompute`, only x is kept for the backward pass, which runs the block again, with the
+        same dropout: memory for time (Chen et al. 2016)."""
         if self.recompute and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self.body, x, mask, use_reentrant=False)
+            out: Tensor = checkpoint(self.body, x, mask, seed, use_reentrant=False)
             return out
-        return self.body(x, mask)
+        return self.body(x, mask, seed)
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:
@@ -191,9 +212,14 @@ class GPT(nn.Module):
         if document_end is not None:
             positions, mask = document_layout(idx, document_end)
         x = self.wte(idx) + self.wpe(positions)  # [B, T, C]
+        seeds: list[Tensor | None] = [None] * len(self.h)
+        if self.training and self.config.attn_dropout:
+            # All layers' at once and first: the same numbers however the rest draws its own, which
+            # compiled code does in another way.
+            seeds = list(torch.randint(2**63 - 1, (len(self.h),), device=idx.device))
         x = self.embd_dropout(x)
-        for block in self.h:
-            x = block(x, mask)
+        for block, seed in zip(self.h, seeds):
+            x = block(x, mask, seed)
         out: Tensor = self.ln_f(x)
         return out
 
