@@ -5,28 +5,30 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.encode import encode
 from data.progress import Progress, load_progress
+from data.say import Log, counted
 from data.shards import FORMAT, Manifest, Shard, dtype_for
 from data.sources import DataConfig, Source, open_source
 from data.split import copy_tail, count, drop_tail, find_cut, splitter, unfit, unfit_sizes
 from data.tokenizer import Tokenizer
 
-Log = Callable[[str], None]
 _SAVE_SECONDS = 5.0
 _SAY_SECONDS = 5.0
+_LIVE_SECONDS = 0.2
 _REPAIRS_SAID = 5
 
 
 @dataclass(slots=True)
 class Job:
     """A folder of shards in the making: `name` is the finished folder's, `building` where it is
-    written, `progress` the file that tells a later attempt where to go on."""
+    written, `progress` the file that tells a later attempt where to go on. `live` shows a line in
+    place of its last one, where there is a terminal."""
 
     config: DataConfig
     name: str
@@ -35,6 +37,7 @@ class Job:
     request: dict[str, Any]
     tokenizer: Tokenizer
     log: Log
+    live: Log | None
 
 
 def build(job: Job) -> Manifest:
@@ -53,7 +56,7 @@ def build(job: Job) -> Manifest:
         progress = Progress(request=digest, plan="tail" if why else "documents", why_tail=why)
         _empty(job.building)
     else:
-        log(f"data: going on after {sum(progress.tokens.values()):,} tokens")
+        log(f"data: going on after {_say_amount(progress)}")
     progress = _encode_all(job, source, progress)
     if config.part is None and progress.plan == "documents":
         why = unfit(progress.tokens, config.val_fraction)
@@ -142,8 +145,10 @@ def _encode_all(job: Job, source: Source, progress: Progress) -> Progress:
     threads = config.num_proc or os.cpu_count() or 1
     began = said = saved = time.monotonic()
     already = sum(progress.bytes.values())
-    with writers["train"], writers["val"]:
-        for encoded in encode(pieces, job.tokenizer, split, threads, config.strict):
+    say, every = (job.live, _LIVE_SECONDS) if job.live else (log, _SAY_SECONDS)
+    batches = encode(pieces, job.tokenizer, split, threads, config.strict)
+    with writers["train"], writers["val"], closing(batches):
+        for encoded in batches:
             _say_repairs(progress, encoded.batch.repaired, log)
             for name, ids in encoded.ids.items():
                 writers[name].append(ids)
@@ -152,8 +157,8 @@ def _encode_all(job: Job, source: Source, progress: Progress) -> Progress:
             if now - saved > _SAVE_SECONDS:
                 progress.save(job.progress, writers)
                 saved = now
-            if now - said > _SAY_SECONDS:
-                log(_say_progress(progress, source, already, now - began))
+            if now - said > every:
+                say(_say_progress(progress, source, already, now - began))
                 said = now
         for writer in writers.values():
             writer.close()
@@ -162,8 +167,7 @@ def _encode_all(job: Job, source: Source, progress: Progress) -> Progress:
     size = sum(progress.bytes.values())
     seconds = max(time.monotonic() - began, 1e-9)
     log(
-        f"data: {sum(progress.documents.values()):,} documents, {size / 1e6:,.1f} MB, "
-        f"{sum(progress.tokens.values()):,} tokens in {seconds:.1f} s "
+        f"data: {_say_amount(progress)} in {seconds:.1f} s "
         f"({(size - already) / 1e6 / seconds:.1f} MB/s)"
     )
     return progress
@@ -198,13 +202,16 @@ def _say_progress(progress: Progress, source: Source, already: int, seconds: flo
     done = source.done(progress.position, size)
     bar = ""
     if done:
-        left = size * (1 - done) / done / max(rate, 1.0)
+        minutes, left = divmod(round(size * (1 - done) / done / max(rate, 1.0)), 60)
         full = round(20 * done)
-        bar = f"[{'#' * full}{'.' * (20 - full)}] {done:.0%}, {left:.0f} s left, "
-    return (
-        f"data: {bar}{sum(progress.documents.values()):,} documents, {size / 1e6:,.1f} MB, "
-        f"{sum(progress.tokens.values()):,} tokens, {rate / 1e6:.1f} MB/s"
-    )
+        bar = f"[{'#' * full}{'.' * (20 - full)}] {done:.0%}, {minutes} min {left:02} s left, "
+    return f"data: {bar}{rate / 1e6:.1f} MB/s, {_say_amount(progress)}"
+
+
+def _say_amount(progress: Progress) -> str:
+    documents, tokens = sum(progress.documents.values()), sum(progress.tokens.values())
+    size = sum(progress.bytes.values()) / 1e6
+    return f"{counted(documents, 'document')}, {size:,.1f} MB, {counted(tokens, 'token')}"
 
 
 def _say_repairs(progress: Progress, repaired: list[tuple[str, str]], log: Log) -> None:
@@ -217,10 +224,10 @@ def _say_counts(job: Job, progress: Progress) -> None:
     if not sum(progress.documents.values()) and job.config.part is None:
         raise ValueError(
             f"the source {job.name} holds no document with any text "
-            f"({progress.skipped.get('blank', 0)} blank ones); there is nothing to train on; "
+            f"({progress.skipped.get('blank', 0):,} blank); there is nothing to train on; "
             "give text"
         )
     for reason, number in progress.skipped.items():
-        job.log(f"data: left out {number:,} documents that are empty or blank ({reason})")
+        job.log(f"data: left out {counted(number, 'document')} without any text ({reason})")
     for reason, number in progress.repaired.items():
-        job.log(f"data: warning: repaired {number:,} documents ({reason})")
+        job.log(f"data: warning: repaired {counted(number, 'document')} ({reason})")

@@ -1,7 +1,7 @@
 """Pieces of documents to ids on all cores, in order, with what there is to count."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -44,7 +44,7 @@ def encode(
     split: Callable[[str], str],
     threads: int,
     strict: bool,
-) -> Iterator[Encoded]:
+) -> Generator[Encoded, None, None]:
     """Batches in the pieces' order, whatever the number of threads.
 
     Threads and not processes: tiktoken frees the GIL, so nothing is forked, pickled or copied.
@@ -63,7 +63,7 @@ def encode(
         while waiting:
             yield waiting.popleft().result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # one who stops it does not want to wait
 
 
 def _batches(pieces: Iterable[Piece], split: Callable[[str], str]) -> Iterator[Batch]:

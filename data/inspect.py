@@ -4,8 +4,6 @@ Or in single windows, by their first token: python -m data.inspect SHARDS --wind
 """
 
 import argparse
-import io
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.say import counted, visible
+from data.say import counted, speak_any_language, visible
 from data.shards import Manifest, load_manifest, open_shards
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.windows import Windows
@@ -53,20 +51,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--length", type=int, default=256, help="of such a window, in tokens")
     parser.add_argument("--split", choices=("train", "val"), default="train", help="its stream")
     args = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows few characters
-        sys.stdout.reconfigure(errors="backslashreplace")
+    speak_any_language()
     folder = Path(args.shards)
     lines = (
         show_windows(folder, args.split, args.window, args.length)
         if args.window
         else report(folder, args.documents, args.windows, args.similar, args.seed)
     )
-    try:
-        for line in lines:
-            print(visible(line), flush=True)
-    except ValueError as e:
-        print(f"error: {visible(str(e))}", file=sys.stderr)
-        return 2
+    for line in lines:
+        print(visible(line), flush=True)
     return 0
 
 
@@ -318,4 +311,6 @@ def _snippet(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from conf.door import door
+
+    door(main, "it cannot be inspected")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.build import Job
+from data.say import counted
 from data.shards import FORMAT, Manifest, Shard, load_manifest
 from data.sources import MixConfig
 
@@ -57,7 +58,7 @@ def manifest(job: Job) -> Manifest:
         parts.append(part)
     weights = in_period(config.weights)
     for name, weight in zip(config.sources, weights, strict=True):
-        job.log(f"data: {name}: {weight} of every {sum(weights)} windows")
+        job.log(f"data: {name}: {weight} of every {counted(sum(weights), 'window')}")
     return Manifest(
         format=FORMAT,
         dataset=job.name,

@@ -6,6 +6,7 @@ from typing import Any
 
 from data.build import Job, finish
 from data.progress import Progress
+from data.say import counted
 from data.shards import Manifest, ShardWriter, dtype_for, load_manifest, open_shard, verify_shards
 from data.split import unfit
 
@@ -60,7 +61,7 @@ def merge(job: Job) -> Manifest:
             ):
                 for reason, number in theirs.items():
                     mine[reason] = mine.get(reason, 0) + number
-            log(f"data: part {part_folder.name} is whole: {part.kept:,} documents")
+            log(f"data: part {part_folder.name} is whole: {counted(part.kept, 'document')}")
         for split, writer in writers.items():
             progress.shards[split] = writer.close()
     why = unfit(progress.tokens, config.val_fraction) if progress.plan == "documents" else ""

@@ -3,8 +3,8 @@
 import contextlib
 import errno
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from data import mix, parts, token_files
 from data.build import Job, build
+from data.say import Log, counted, file_state, speak_any_language, terminal
 from data.shards import FORMAT, Manifest, load_manifest, open_shards, save_manifest, verify_shards
 from data.sources import DataConfig, MixConfig, TokensConfig, dataset_name, open_source
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -19,12 +20,11 @@ from data.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from conf.schema import Config
 
-Log = Callable[[str], None]
 
-
-def prepare(config: DataConfig, root: Path, log: Log) -> Path:
+def prepare(config: DataConfig, root: Path, log: Log, live: Log | None = None) -> Path:
     """The folder of shards for `config`, made now or found as it was.
 
+    `log` gets lines; `live`, where given, those of progress, each to be shown in place of the last.
     Shards appear whole or not at all: they are written to a folder beside and renamed. A killed
     preparation goes on where it was. Raises ValueError for a source without documents, an unknown
     tokenizer, text that `strict` refuses, and a full disk.
@@ -35,12 +35,13 @@ def prepare(config: DataConfig, root: Path, log: Log) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         if config.part == "merge":
-            return _made(config, folder, parts.request(folder), tokenizer, log)
+            return _made(config, folder, parts.request(folder), tokenizer, log, live)
         if config.part is not None:
             i, n = config.part.split("/")
             folder = parts.folder_of(folder, int(i), int(n))
             folder.parent.mkdir(exist_ok=True)
-        return _made(config, folder, _request(config, root, tokenizer, log), tokenizer, log)
+        request = _request(config, root, tokenizer, log)
+        return _made(config, folder, request, tokenizer, log, live)
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -48,6 +49,36 @@ def prepare(config: DataConfig, root: Path, log: Log) -> Path:
             f"the disk of {folder.parent} is full; the shards are not whole; make room and run "
             "this again: it goes on where it was"
         ) from e
+
+
+@dataclass(slots=True)
+class Standing:
+    """What lies there before anything is prepared.
+
+    `fingerprint` is None where there are no whole shards. `changed` says what keeps them from
+    being used as they are, "" if nothing does; `surely` whether ids made anew must be others: not
+    where a file of the same size has another time, or shards are only to be verified.
+    """
+
+    fingerprint: str | None
+    changed: str
+    surely: bool
+
+
+def standing(config: DataConfig, root: Path) -> Standing:
+    """How the shards of `config` stand, with no work done but looking at the source's files.
+
+    Raises ValueError for a source without documents and an unknown tokenizer.
+    """
+    folder = root / "shards" / dataset_name(config)
+    try:
+        manifest = load_manifest(folder)
+    except ValueError as e:
+        return Standing(None, str(e), False)
+    request = _request(config, root, load_tokenizer(config.tokenizer), lambda _: None)
+    changes = list(_differences("", manifest.request, request))
+    surely = any(sure for _, sure in changes)
+    return Standing(manifest.fingerprint, _listed(said for said, _ in changes), surely)
 
 
 def _request(config: DataConfig, root: Path, tokenizer: Tokenizer, log: Log) -> dict[str, Any]:
@@ -82,7 +113,12 @@ def _make(job: Job) -> Manifest:
 
 
 def _made(
-    config: DataConfig, folder: Path, request: dict[str, Any], tokenizer: Tokenizer, log: Log
+    config: DataConfig,
+    folder: Path,
+    request: dict[str, Any],
+    tokenizer: Tokenizer,
+    log: Log,
+    live: Log | None,
 ) -> Path:
     """`folder` as it is where it answers the request, else made beside and renamed."""
     with _lock(folder):
@@ -90,8 +126,7 @@ def _made(
         if changed is None:
             manifest = load_manifest(folder)
             log(
-                f"data: {folder.name} is ready: {manifest.train_tokens:,} training and "
-                f"{manifest.val_tokens:,} validation tokens in {folder}, "
+                f"data: {folder.name} is ready: {_say_tokens(manifest)} in {folder}, "
                 f"fingerprint {manifest.fingerprint[:12]}"
             )
             return folder
@@ -104,15 +139,15 @@ def _made(
         if not progress.exists():
             shutil.rmtree(building, ignore_errors=True)
         building.mkdir(exist_ok=True)
-        job = Job(config, folder.name, building, progress, request, tokenizer, log)
+        job = Job(config, folder.name, building, progress, request, tokenizer, log, live)
         manifest = _make(job)
         tokenizer.save(building / "tokenizer")
         np.save(building / "token_bytes.npy", tokenizer.token_bytes(), allow_pickle=False)
         save_manifest(manifest, building)
         log(f"data: validation is {_say_split(manifest)}")
         log(
-            f"data: done: {manifest.kept:,} documents, {manifest.train_tokens:,} training and "
-            f"{manifest.val_tokens:,} validation tokens, {len(manifest.shards)} shards in {folder}"
+            f"data: done: {counted(manifest.kept, 'document')}, {_say_tokens(manifest)}, "
+            f"{counted(len(manifest.shards), 'shard')} in {folder}"
         )
         if folder.exists():
             folder.rename(old)
@@ -134,27 +169,37 @@ def _changed(folder: Path, request: dict[str, Any], config: DataConfig) -> str |
             verify_shards(folder, manifest)
     except ValueError as e:
         return str(e)
-    changes = list(_differences("", manifest.request, request))
+    changes = [said for said, _ in _differences("", manifest.request, request)]
     if config.strict and manifest.repaired:
         changes.append(f"data.strict forbids its repairs ({manifest.repaired})")
-    if not changes:
-        return None
+    return _listed(changes) or None
+
+
+def _listed(changes: Iterable[str]) -> str:
+    changes = list(changes)
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return "; ".join(changes[:3]) + more
 
 
-def _differences(key: str, old: Any, new: Any) -> Iterator[str]:
+def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, bool]]:
+    """(what changed, whether other ids must come of it)."""
+    name = key.removeprefix("source.").removeprefix("files.")
     if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(name for name in new if name not in old)]:
-            below = f"{key}.{name}" if key else name
-            if name not in new:
-                yield f"{below} is gone"
-            elif name not in old:
-                yield f"{below} is new"
-            else:
-                yield from _differences(below, old[name], new[name])
+        for part in [*old, *(part for part in new if part not in old)]:
+            yield from _differences(f"{key}.{part}" if key else part, old.get(part), new.get(part))
+    elif new is None and old is not None:
+        yield f"{name} is gone", True
+    elif old is None and new is not None:
+        yield f"{name} is new", True
     elif old != new:
-        yield f"{key} changed from {old} to {new}"
+        of_a_file = isinstance(old, list) and isinstance(new, list)
+        touched = of_a_file and len(old) == 2 and old[0] == new[0]
+        yield f"{name} changed from {file_state(old)} to {file_state(new)}", not touched
+
+
+def _say_tokens(manifest: Manifest) -> str:
+    train, val = manifest.train_tokens, manifest.val_tokens
+    return f"{train:,} training and {counted(val, 'validation token')}"
 
 
 def _say_split(manifest: Manifest) -> str:
@@ -162,12 +207,12 @@ def _say_split(manifest: Manifest) -> str:
         return "off (no validation text)"
     share = manifest.val_tokens / (manifest.val_tokens + manifest.train_tokens)
     how = {
-        "documents": f"{manifest.val_documents:,} whole documents chosen by hash",
+        "documents": f"{counted(manifest.val_documents, 'whole document')} chosen by hash",
         "tail": f"the corpus's end, cut at {manifest.split.get('cut_at')}",
         "files": "in files of its own",
         "mix": "that of every source",
     }[manifest.split["method"]]
-    return f"{how}: {manifest.val_tokens:,} tokens, {share:.1%} of all"
+    return f"{how}: {counted(manifest.val_tokens, 'token')}, {share:.1%} of all"
 
 
 @contextlib.contextmanager
@@ -188,23 +233,15 @@ def main(argv: list[str]) -> int:
     from conf.cli import compose_and_run
 
     def run(config: "Config", overrides: list[str]) -> int:
-        prepare(config.data, Path(config.paths.root), lambda line: print(line, flush=True))
+        speak_any_language()
+        with terminal() as (log, live):
+            prepare(config.data, Path(config.paths.root), log, live)
         return 0
 
-    try:
-        return compose_and_run(run, argv)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except OSError as e:
-        where = e.filename or "a file"
-        print(
-            f"error: {where}: {e.strerror or e}; the shards are not whole; mend the path, its "
-            "rights or the disk's room, and run this again",
-            file=sys.stderr,
-        )
-        return 2
+    return compose_and_run(run, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from conf.door import door
+
+    door(main, "the shards are not whole")

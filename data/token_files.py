@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from data.build import Job
+from data.say import counted
 from data.shards import FORMAT, Manifest, Shard, open_shard, sha256_of_ids
 from data.sources import TokensConfig
 from data.split import find_cut
@@ -66,8 +67,8 @@ def manifest(job: Job) -> Manifest:
         documents[shard.split] += separators
         size[shard.split] += text
         job.log(
-            f"data: {Path(shard.file).name}: {shard.tokens:,} ids of {shard.dtype} for "
-            f"{shard.split}, {separators:,} separators"
+            f"data: {Path(shard.file).name}: {counted(shard.tokens, 'id')} of {shard.dtype} for "
+            f"{shard.split}, {counted(separators, 'separator')}"
         )
     return Manifest(
         format=FORMAT,

@@ -4,18 +4,16 @@ Trained on the documents of any source by rustbpe, and saved in GPT-2's format: 
 data.tokenizer=FOLDER.
 """
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.say import speak_any_language, terminal
 from data.sources import MixConfig, TokensConfig, dataset_name, documents
 from data.tokenizer import EOT, SPLIT_PATTERN, Tokenizer, replace_surrogates
 
 if TYPE_CHECKING:
     from conf.schema import Config
-
-Log = Callable[[str], None]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str) -> Tokenizer:
@@ -65,32 +63,24 @@ def main(argv: list[str]) -> int:
         out = Path(own.get("out") or Path(config.paths.root) / "tokenizers" / name)
 
         def texts() -> Iterable[str]:
-            for number, (_, text) in enumerate(documents(config.data, print), 1):
+            for number, (_, text) in enumerate(documents(config.data, log), 1):
                 if number % 10_000 == 0:
-                    print(f"tokenizer: {number:,} documents", flush=True)
+                    (live or log)(f"tokenizer: {number:,} documents")
                 yield text
 
-        tokenizer = train_tokenizer(texts(), size, name)
-        tokenizer.save(out)
-        print(f"tokenizer: {tokenizer.n_vocab:,} ids in {out}; use it with data.tokenizer={out}")
-        if tokenizer.n_vocab < size:
-            print(f"tokenizer: the text has no more to merge, so not the {size:,} asked for")
+        speak_any_language()
+        with terminal() as (log, live):
+            tokenizer = train_tokenizer(texts(), size, name)
+            tokenizer.save(out)
+            log(f"tokenizer: {tokenizer.n_vocab:,} ids in {out}; use it with data.tokenizer={out}")
+            if tokenizer.n_vocab < size:
+                log(f"tokenizer: the text has no more to merge, so not the {size:,} asked for")
         return 0
 
-    try:
-        return compose_and_run(run, rest)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except OSError as e:
-        where = e.filename or "a file"
-        print(
-            f"error: {where}: {e.strerror or e}; no tokenizer was written; mend the path, its "
-            "rights or the disk's room, and run this again",
-            file=sys.stderr,
-        )
-        return 2
+    return compose_and_run(run, rest)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from conf.door import door
+
+    door(main, "no tokenizer was written")

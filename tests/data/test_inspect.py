@@ -66,11 +66,11 @@ def test_ids_out_of_range_are_counted(tmp_path, capsys):
     write_shards(tmp_path, ramp(5000), ramp(0), n_vocab=4990)
     load_tokenizer("gpt2").save(tmp_path / "tokenizer")
     # the windows refuse such shards, the report has said why by then
-    assert main([str(tmp_path)]) == 2
-    captured = capsys.readouterr()
-    assert "out of range: 10" in captured.out
-    assert captured.err.startswith("error: ")
-    assert main([str(tmp_path / "nowhere")]) == 2
+    with pytest.raises(ValueError, match="token id 4999, beyond the vocabulary of 4990"):
+        main([str(tmp_path)])
+    assert "out of range: 10" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"no prepared shards"):
+        main([str(tmp_path / "nowhere")])
 
 
 def test_a_window_is_shown_with_its_place_and_nothing_in_it_acts_on_the_terminal(
@@ -105,11 +105,19 @@ def test_a_window_is_shown_with_its_place_and_nothing_in_it_acts_on_the_terminal
 def test_a_window_that_is_not_there_is_one_line(tmp_path, capsys, wrong):
     write_shards(tmp_path, ramp(5000), ramp(100))
     load_tokenizer("gpt2").save(tmp_path / "tokenizer")
-    assert main([str(tmp_path), *wrong]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: --") and captured.err.count("\n") == 1
-    assert "out of range" in captured.err and captured.err.count(";") == 2
+    with pytest.raises(ValueError, match=r"^--.* out of range; .*; ") as e:
+        main([str(tmp_path), *wrong])
+    assert "\n" not in str(e.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_mistakes_end_the_command_with_one_line_and_2(tmp_path):
+    write_shards(tmp_path, ramp(5000), ramp(100))
+    load_tokenizer("gpt2").save(tmp_path / "tokenizer")
+    command = [sys.executable, "-m", "data.inspect", str(tmp_path), "--window", "5000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --window 5000") and done.stderr.count("\n") == 1
 
 
 def test_a_window_of_validation_is_shown_as_text_where_output_is_ascii(tmp_path):

@@ -1,11 +1,13 @@
 import json
+import os
+import re
 import shutil
 
 import datasets
 import numpy as np
 import pytest
 
-from data.prepare import prepare
+from data.prepare import Standing, prepare, standing
 from data.shards import load_manifest
 from data.sources import HFConfig, SotuConfig
 from data.split import splitter
@@ -144,6 +146,34 @@ def test_prepared_shards_are_used_again_until_something_changes(tmp_path, log, s
     file.write_text("Other words.\n" * 2000)
     prepare(text_config(file, val_fraction=0.2), tmp_path, log)
     assert "book.txt changed" in said[0]
+
+
+def test_what_changed_is_known_before_any_work_and_told_with_dates(tmp_path, log, said):
+    file = tmp_path / "book.txt"
+    file.write_text("Some words.\n" * 2000)
+    os.utime(file, (1_700_000_000, 1_700_000_000))
+    config = text_config(file)
+    assert standing(config, tmp_path).fingerprint is None
+    folder = prepare(config, tmp_path, log)
+    fingerprint = load_manifest(folder).fingerprint
+    assert standing(config, tmp_path) == Standing(fingerprint, "", False)
+
+    os.utime(file, (1_710_000_000, 1_710_000_000))  # perhaps the same text
+    touched = standing(config, tmp_path)
+    assert (touched.fingerprint, touched.surely) == (fingerprint, False)
+    dates = r"book.txt changed from 24,000 bytes of 2023-11-1\d \S+ to 24,000 bytes of 2024-03-\d+ "
+    assert re.match(dates, touched.changed)
+    file.write_text("Other words.\n" * 2000)
+    other = standing(config, tmp_path)
+    assert (other.fingerprint, other.surely) == (fingerprint, True)
+    assert "to 26,000 bytes of 20" in other.changed
+    assert standing(text_config(file, val_fraction=0.2), tmp_path).surely
+    assert load_manifest(folder).fingerprint == fingerprint  # nothing was done
+
+    said.clear()
+    prepare(config, tmp_path, log)
+    assert said[0].startswith("data: book-") and "to 26,000 bytes of 20" in said[0]
+    assert standing(config, tmp_path).fingerprint != fingerprint
 
 
 def test_damaged_shards_are_prepared_again_and_leftovers_cleared(tmp_path, log, said):

@@ -42,7 +42,7 @@ def test_the_last_shard_holds_the_rest_and_is_used(tmp_path, log, said):  # D28
     sizes = [np.load(folder / f"train_{i:05}.npy", allow_pickle=False).size for i in range(3)]
     assert sizes == [1000, 1000, 500]
     assert not (folder / "train_00003.npy").exists()
-    assert "done: 1 documents, 2,500 training and 0 validation tokens, 3 shards" in said[-1]
+    assert "done: 1 document, 2,500 training and 0 validation tokens, 3 shards" in said[-1]
     w = Windows(folder, "train", 100)
     _, y = w.batch(w.starts(0, len(w)))
     assert 256 in y  # the separator, the very last id
@@ -222,9 +222,13 @@ def test_the_command_prepares_and_has_one_line_for_mistakes(tmp_path, capsys):
     assert "done: " in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     for wrong in (f"data.path={tmp_path}/empty", "data.val_fraction=1.5", "data.pth=x"):  # D09
-        assert main([*argv, wrong]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and error.count(";") >= 2
+        with pytest.raises(ValueError, match=r"; .*; ") as e:
+            main([*argv, wrong])
+        assert "\n" not in str(e.value)
+    command = [sys.executable, "-m", "data.prepare", *argv, f"data.path={tmp_path}/empty"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: no documents found in ")
 
 
 def test_validation_and_training_never_share_a_document(tmp_path, log):
