@@ -39,22 +39,27 @@ class Snapshot:
     moments: dict[str, Tensor]
 
 
-def snapshot(model: GPT, optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Copy all that learning changes, so that it may change on. Sharded tensors are gathered one by
-    one, to which every rank has to come."""
+def snapshot(model: GPT, optimizer: torch.optim.Optimizer, keep: bool = True) -> Snapshot | None:
+    """Copy all that learning changes, so that it may change on; None where `keep` is false.
 
-    def copy(name: str, tensor: Tensor) -> Tensor:
+    Sharded tensors are gathered one by one, to which every rank has to come; one of them keeps.
+    """
+
+    def copy(into: dict[str, Tensor], name: str, key: str, tensor: Tensor) -> None:
         tensor = distributed.full(tensor.detach())
+        if not keep:
+            return
         if name == "wte.weight" and tensor.dim() == 2:
             tensor = tensor[: model.vocab_size]
-        return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+        into[key] = tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
-    weights, moments = {}, {}
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        weights[name] = copy(name, parameter)
+        copy(weights, name, name, parameter)
         for key, value in optimizer.state[parameter].items():
-            moments[f"{key}.{name}"] = copy(name, value)
-    return Snapshot(model.config, weights, moments)
+            copy(moments, name, f"{key}.{name}", value)
+    return Snapshot(model.config, weights, moments) if keep else None
 
 
 def write(

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gpt.config import Parallel
+from gpt.loss import NextTokenLoss
 from gpt.ranks import Ranks
 from gpt.runtime import Runtime
 
@@ -22,7 +24,18 @@ from gpt.runtime import Runtime
 TIMEOUT = timedelta(days=2)
 
 
-def start(ranks: Ranks, device: torch.device) -> None:
+def start(ranks: Ranks, machine: Runtime) -> None:
+    """Meet the other ranks. Raises ValueError where they can't work the way that is asked for."""
+    device = machine.device
+    if machine.config.parallel == Parallel.fsdp:
+        if machine.dtype == torch.float16:
+            raise ValueError(
+                "runtime.parallel=fsdp can not scale the loss for float16; only the rank that holds a "
+                "shard would see it overflow, and the ranks would part; use runtime.dtype=bfloat16 or "
+                "float32, or runtime.parallel=ddp"
+            )
+        if ranks.world_size == 1:
+            machine.notes.append("runtime.parallel=fsdp on one process: there is nothing to shard")
     if ranks.world_size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
@@ -59,38 +72,72 @@ def barrier(ranks: Ranks) -> None:
         dist.barrier()
 
 
+# --- tensors that may be sharded over ranks (FSDP): every rank then holds some of the rows.
+# What shards is imported where it is used: it takes half a second, which sampling need not wait.
+
+
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded over ranks; every rank has to ask."""
-    return tensor
+    """The whole of a tensor that may be sharded; every rank has to ask, and gets it."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor, of which every rank holds the same, laid out as a parameter is."""
+    """A whole tensor, which every rank holds, laid out as a parameter is. No rank is asked.
+
+    A scalar (the optimizer's count of steps) stays whole.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(parameter, DTensor) and tensor.dim():
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
     return tensor.to(parameter.device)
 
 
 def put(parameter: Tensor, value: Tensor) -> None:
-    """Overwrite a parameter by a whole tensor."""
+    """Overwrite a parameter by a whole tensor, which every rank holds."""
     parameter.copy_(like(value, parameter))
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-    """Scale gradients down to a norm of `limit` over all of them; returns the norm before."""
-    return torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf"))
+    """Scale gradients down to a norm of `limit` over all of them; returns the norm before, a scalar
+    of the same bits on every rank."""
+    parameters = list(parameters)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = full(norm)
+    if limit:
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
 
 
-def wrap(module: nn.Module, ranks: Ranks, machine: Runtime) -> nn.Module:
-    """DDP, with gradients as views of its buckets (one copy less). Alone: the module itself.
+# --- the model
 
-    A new DDP sorts its buckets anew after the first backward pass, and with more than two ranks
-    another layout adds in another order: a resumed run would differ in the last bits. So one pass
-    over a single token, whose gradients are thrown away, comes first.
+
+def wrap(loss_of: NextTokenLoss, ranks: Ranks, machine: Runtime) -> nn.Module:
+    """What to call in the place of `loss_of`, so that gradients come out as means over all ranks.
+
+    Alone: the module itself. The blocks are compiled by then, the wrapper is not: its hooks run
+    between the blocks.
     """
     if ranks.world_size == 1:
-        return module
+        return loss_of
+    if machine.config.parallel == Parallel.fsdp:
+        return _shard(loss_of, ranks, machine)
+    return _replicate(loss_of, machine)
+
+
+def _replicate(loss_of: NextTokenLoss, machine: Runtime) -> nn.Module:
+    """DDP, with gradients as views of its buckets (one copy less).
+
+    A new DDP sorts its buckets anew after the first backward pass, and with more than two ranks
+    another layout adds in another order: a resumed run would differ in the last bits. So two passes
+    over a single token, whose gradients are thrown away, come first.
+    """
     device = machine.device
     wrapped = DistributedDataParallel(
-        module,
+        loss_of,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
     )
@@ -102,7 +149,33 @@ def wrap(module: nn.Module, ranks: Ranks, machine: Runtime) -> nn.Module:
     return wrapped
 
 
+def _shard(loss_of: NextTokenLoss, ranks: Ranks, machine: Runtime) -> nn.Module:
+    """FSDP2, in place: each block is gathered when its turn comes, and its gradients are shared out
+    after it; the embeddings and the last norm are one more such group.
+
+    Blocks are gathered in the run's dtype, half the bytes in bfloat16, and reduced in float32.
+    Their inputs are not cast, so that the residual stream stays float32, as under autocast alone.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(machine.device.type, (ranks.world_size,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=machine.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in loss_of.model.h:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # Resharded after the forward pass too, though backward gathers it again at once: an evaluation
+    # would else leave whole parameters in the model, where the optimizer's and a save's are shards.
+    fully_shard(loss_of, mesh=mesh, reshard_after_forward=True)
+    return loss_of
+
+
 def set_gradient_sync(module: nn.Module, sync: bool) -> None:
     """Whether the coming forward and backward reduce gradients: DDP looks during the forward."""
+    from torch.distributed.fsdp import FSDPModule
+
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = sync
+    elif isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(sync)
