@@ -95,9 +95,10 @@ def test_a_terminal_shows_one_live_line_and_gets_its_cursor_back(command):
     assert len(set(shown)) > 3
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") > 0  # hidden, shown
     assert "\x1b[31m.txt" not in out and "a\\x1b[31m.txt is repaired" in out
-    # of the lines that stay, none is one of progress
-    stay = [line for line in out.replace("\r\n", "\n").split("\n") if "s left" not in line]
-    assert any("done: 2 documents" in line for line in stay)
+    # what stays: each line after its last "erase"
+    stay = [line.split("\x1b[2K")[-1] for line in out.replace("\r\n", "\n").split("\n")]
+    assert any(line.startswith("data: done: 2 documents") for line in stay)
+    assert not any("s left" in line for line in stay)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pty there")
