@@ -80,6 +80,22 @@ def on_a_terminal(command, term="xterm"):
     return out.decode()
 
 
+def screen(out):
+    """The lines that are left on a terminal: erasing a line and going up one are obeyed."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9?]*[A-Za-z]|\n|[^\x1b\n]+", out):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part == "\x1b[1A":
+            row -= 1
+        elif not part.startswith("\x1b"):
+            lines[row] += part.replace("\r", "")
+    return lines
+
+
 @pytest.fixture
 def command(tmp_path):
     (tmp_path / "in").mkdir()
@@ -95,8 +111,7 @@ def test_a_terminal_shows_one_live_line_and_gets_its_cursor_back(command):
     assert len(set(shown)) > 3
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") > 0  # hidden, shown
     assert "\x1b[31m.txt" not in out and "a\\x1b[31m.txt is repaired" in out
-    # what stays: each line after its last "erase"
-    stay = [line.split("\x1b[2K")[-1] for line in out.replace("\r\n", "\n").split("\n")]
+    stay = screen(out)
     assert any(line.startswith("data: done: 2 documents") for line in stay)
     assert not any("s left" in line for line in stay)
 
