@@ -25,7 +25,7 @@ import torch
 from data.tokenizer import Tokenizer, load_tokenizer
 from gpt.checkpoint import load_model
 from gpt.config import Attention, DType, Parallel, RuntimeConfig
-from gpt.folders import read_state, resolve
+from gpt.folders import default_root, read_state, resolve
 from gpt.generate import check_settings, stream
 from gpt.model import GPT
 from gpt.runtime import resolve as resolve_runtime
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
             peak_flops=None,
         )
     )
-    folder = resolve(args.checkpoint, Path(os.environ.get("GPT_ROOT", "artifacts")))
+    folder = resolve(args.checkpoint, default_root())
     model = load_model(folder, runtime.device)  # first: it verifies the tokenizer's files too
     tokenizer = load_tokenizer(folder)
     if tokenizer.n_vocab != model.vocab_size:

@@ -89,7 +89,7 @@ def merge_overrides(*lists: list[str]) -> list[str]:
 def run_of(argv: list[str]) -> tuple[str | None, Path]:
     """(run, paths.root) as the command line will have them, read before anything is composed."""
     values = dict(a.split("=", 1) for a in argv if "=" in a)
-    root = values.get("paths.root") or os.environ.get("GPT_ROOT") or "artifacts"
+    root = values.get("paths.root") or str(folders.default_root())
     return values.get("run") or None, Path(root.strip("'\""))
 
 
@@ -174,8 +174,8 @@ def _unknown(key: str) -> str:
                 if f"{g}.{field.name}" == key:
                     return f"{key} belongs to {g}={option}; nothing was started; choose that too"
     whole = sorted({k for keys in places.values() for k in keys} | set(Config.__slots__))
-    near = difflib.get_close_matches(key, [k for k in whole if group and k.startswith(group)], n=1)
-    near = near or [places[n][0] for n in difflib.get_close_matches(name, places, n=1)]
+    names = difflib.get_close_matches(name, places, n=1) if group else []
+    near = sorted(places[names[0]], key=lambda k: not k.startswith(f"{group}.")) if names else []
     near = near or difflib.get_close_matches(key, whole, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{key} is no setting; nothing was started; {hint}python train.py --cfg job lists all"

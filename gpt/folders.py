@@ -24,6 +24,11 @@ TEMPORARY = ".writing-"
 REPLACED = ".replaced-"
 
 
+def default_root() -> Path:
+    """Where artefacts lie, unless paths.root says otherwise."""
+    return Path(os.environ.get("GPT_ROOT") or "artifacts")
+
+
 # --- finding
 
 
@@ -32,7 +37,7 @@ def steps(checkpoints: Path) -> list[Path]:
     if not checkpoints.is_dir():
         return []
     found = [p for p in checkpoints.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    return sorted(found, key=lambda p: _number(p.name))
 
 
 def step_name(step: int) -> str:
@@ -205,19 +210,43 @@ def link(name: str, folder: Path) -> None:
 
 
 def prune(checkpoints: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` and the best, and what interrupted saves left."""
-    best = checkpoints / "best"
-    keep = {best.resolve()} if best.exists() else set()
-    keep |= {folder.resolve() for folder in steps(checkpoints)[-keep_last:]}
-    for folder in steps(checkpoints):
-        if folder.resolve() not in keep:
-            shutil.rmtree(folder)
+    """Remove all but the newest `keep_last` and the best, and what interrupted saves left.
+
+    Newer than `latest` is only what was found damaged: it isn't counted, and is left to its owner.
+    """
+    links = [checkpoints / name for name in ("latest", "best")]
+    keep = {link.resolve().name for link in links if link.exists()}
+    newest = links[0].resolve().name if links[0].exists() else None
+    known = [p for p in steps(checkpoints) if newest is None or _number(p.name) <= _number(newest)]
+    for folder in known[:-keep_last]:
+        if folder.name not in keep:  # in one move: half a checkpoint would look like a damaged one
+            os.rename(folder, folder.with_name(TEMPORARY + folder.name))
     clean(checkpoints)
 
 
+def _number(name: str) -> int:
+    return int(name[5:])
+
+
 def recover(checkpoints: Path) -> None:
-    """Finish what a kill between two renames left: a checkpoint set aside for a newer one of the
-    same step comes back, unless the newer is there."""
+    """Finish what a kill in the middle of a save left: renames, and the links to the newest
+    checkpoint and to the best that it knows of."""
+    put_back(checkpoints)
+    clean(checkpoints)
+    for newest in steps(checkpoints)[-1:]:
+        try:
+            state = read_state(newest)
+        except ValueError:  # it is passed over, and that is said, when a checkpoint is looked for
+            return
+        if state is not None:
+            link("latest", newest)
+            if (best := checkpoints / step_name(state.get("best_step") or 0)).is_dir():
+                link("best", best)
+
+
+def put_back(checkpoints: Path) -> None:
+    """A checkpoint set aside for a newer one of the same step comes back, unless the newer is
+    there."""
     for old in checkpoints.glob(REPLACED + "*"):
         if (target := old.with_name(old.name.removeprefix(REPLACED))).exists():
             shutil.rmtree(old)

@@ -82,6 +82,7 @@ REFUSED = [  # the override, and what the line must name
     ("+foo=1", "foo is no setting"),
     ("models=tiny", "did you mean model"),
     ("trainer.max_step=5", "did you mean trainer.max_steps"),
+    ("trainer.lrr=1e-3", "did you mean optimizer.lr?"),
     ("schedule.decay_fraction=0.5", "belongs to schedule=wsd"),
     ("trainer.max_steps=ten", "trainer.max_steps: Value 'ten'"),
     ("model.n_layer=2.5", "model.n_layer: Value '2.5'"),

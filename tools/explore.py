@@ -20,7 +20,7 @@ import torch
 from data.tokenizer import Tokenizer, load_tokenizer
 from gpt import attention_steps as steps
 from gpt.checkpoint import load_model
-from gpt.folders import read_state, resolve
+from gpt.folders import default_root, read_state, resolve
 from gpt.model import GPT
 
 PAGE = Path(__file__).parent / "explore_page"
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> None:
     text = _utf8(args.text)
-    folder = resolve(args.checkpoint, Path(os.environ.get("GPT_ROOT", "artifacts")))
+    folder = resolve(args.checkpoint, default_root())
     model = load_model(folder, "cpu")
     tokenizer = load_tokenizer(folder)
     if tokenizer.n_vocab > model.vocab_size:
