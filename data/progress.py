@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from data.encode import SPLITS, Encoded
-from data.shards import Shard, ShardWriter
+from data.shards import SHARD_NAME, Shard, ShardWriter
 
 
 def _zeros() -> dict[str, int]:
@@ -97,6 +97,9 @@ def load_progress(path: Path, request: str) -> Progress | None:
             raw["shards"][split] = [Shard(**shard) for shard in raw["shards"][split]]
         if raw["val_shards"] is not None:
             raw["val_shards"] = [Shard(**shard) for shard in raw["val_shards"]]
+        shards = [*raw["shards"]["train"], *raw["shards"]["val"], *(raw["val_shards"] or ())]
+        if not all(SHARD_NAME.fullmatch(shard.file) for shard in shards):
+            return None  # they are cut and deleted by these names
         raw["position"] = tuple(raw["position"])
         return Progress(**raw)
     except (OSError, ValueError, KeyError, TypeError):

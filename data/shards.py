@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import BufferedRandom
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+SHARD_NAME = re.compile(r"(train|val)_[0-9]{5,}\.npy")
 HEADER = 128  # bytes before the ids of an .npy file
 _CHECKED_AT_START = 1 << 24  # ids of a split that are looked at before training begins
 
@@ -188,8 +190,42 @@ def save_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def load_manifest(folder: str | Path) -> Manifest:
-    """The manifest of a folder of shards. ValueError where there is none, or it is not whole."""
-    path = Path(folder) / MANIFEST
+    """The manifest of a folder of shards.
+
+    ValueError where there is none, it is not whole, or it names a file that is neither a shard
+    beside it nor one of the token files or sources that it was asked for.
+    """
+    manifest = _read_manifest(Path(folder))
+    known = set(_files_elsewhere(manifest, Path(folder)))
+    for shard in manifest.shards:
+        if not SHARD_NAME.fullmatch(shard.file) and shard.file not in known:
+            raise ValueError(
+                f"{Path(folder) / MANIFEST} names the file {shard.file!r}, which is no shard of "
+                "its own; it could be any file of this machine; delete the folder and prepare it "
+                "again"
+            )
+    return manifest
+
+
+def _files_elsewhere(manifest: Manifest, folder: Path) -> Iterator[str]:
+    """The files outside its folder that a manifest may speak of."""
+    source = manifest.request.get("source", {})
+    try:
+        if source.get("kind") == "tokens":
+            yield from source["files"]
+        elif source.get("kind") == "mix":
+            for below, _, _ in source["sources"].values():
+                part = _read_manifest(Path(below))
+                own = set(part.request.get("source", {}).get("files", ()))
+                for shard in part.shards:
+                    if SHARD_NAME.fullmatch(shard.file) or shard.file in own:
+                        yield str((Path(below) / shard.file).absolute())
+    except (KeyError, TypeError, AttributeError) as e:
+        raise _no_manifest(folder, e) from e
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(
             f"{folder} holds no {MANIFEST}; these are no prepared shards; run python -m "
@@ -204,10 +240,14 @@ def load_manifest(folder: str | Path) -> Manifest:
             )
         return Manifest(**raw | {"shards": [Shard(**shard) for shard in raw["shards"]]})
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as e:
-        raise ValueError(
-            f"{path} is damaged ({type(e).__name__}: {e}); the shards cannot be trusted; "
-            "delete the folder and prepare it again"
-        ) from e
+        raise _no_manifest(folder, e) from e
+
+
+def _no_manifest(folder: Path, e: Exception) -> ValueError:
+    return ValueError(
+        f"{folder / MANIFEST} is damaged ({type(e).__name__}: {e}); the shards cannot be trusted; "
+        "delete the folder and prepare it again"
+    )
 
 
 def open_shards(folder: str | Path, manifest: Manifest, split: str) -> list[np.ndarray]:
@@ -221,7 +261,7 @@ def open_shard(folder: str | Path, shard: Shard, dtype: str) -> np.ndarray:
         if shard.offset is not None:
             mapped = np.memmap(path, np.dtype(shard.dtype), "r", shard.offset, (shard.tokens,))
             return np.asarray(mapped)
-        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+        mapped = np.lib.format.open_memmap(path, mode="r")  # not np.load, which opens zips too
     except (OSError, ValueError, EOFError) as e:
         raise _damaged(path, f"cannot be read ({' '.join(str(e).split())})") from e
     dtype = shard.dtype or dtype

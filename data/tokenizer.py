@@ -301,7 +301,7 @@ def _parse_merges(text: str) -> Merges:
     merges = []
     for line in text.split("\n"):
         if line and not line.startswith("#version"):
-            a, b = line.split(" ")
+            a, _, b = line.partition(" ")
             merges.append((_to_bytes(a), _to_bytes(b)))
     return merges
 

@@ -192,7 +192,8 @@ def test_offsets_and_counts_beyond_32_bits_are_exact(tmp_path):  # D12
         Shard(file=str(tmp_path / name), split="train", tokens=n, sha256="", offset=0, dtype="<u2")
         for name in ("a.bin", "b.bin")
     ]
-    write_shards(tmp_path, ramp(0), ramp(0), shards=shards, train_tokens=2 * n)
+    request = {"source": {"kind": "tokens", "files": {shard.file: [] for shard in shards}}}
+    write_shards(tmp_path, ramp(0), ramp(0), shards=shards, train_tokens=2 * n, request=request)
     w = Windows(tmp_path, "train", 1024)
     assert w.n_tokens == 5_200_000_000 > 2**32
     assert len(w) == -(-(2 * n - 1) // 1024)
