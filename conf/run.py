@@ -74,7 +74,7 @@ def _train(
         tracker.say(f"warning: {complaint}; going back to {found}")
     if state is not None:
         _check_settings(config, state)
-        if state["step"] >= config.trainer.max_steps:
+        if state["step"] >= config.trainer.max_steps and not state.get("unevaluated"):
             tracker.say(
                 f"nothing left to do: run {name} has finished its {state['step']} steps "
                 f"(go on with {continue_with} trainer.max_steps={2 * state['step']})"

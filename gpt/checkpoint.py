@@ -93,7 +93,7 @@ def write(
         os.rename(folder, folder.with_name(folders.REPLACED + folder.name))
     os.rename(temporary, folder)
     _sync(folder.parent)
-    folders.recover(folder.parent)
+    folders.put_back(folder.parent)
 
 
 def _save_tensors(
@@ -189,11 +189,12 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         )
     tensors: dict[str, Tensor] = {}
     for name in names:
-        tensors |= _load_tensors(folder / name)
+        tensors |= load_tensors(folder / name)
     return tensors
 
 
-def _load_tensors(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """All of a safetensors file. ValueError where it is none."""
     try:
         return load_file(path)
     except (SafetensorError, OSError) as e:
@@ -219,7 +220,7 @@ def load_moments(folder: Path, model: GPT, optimizer: torch.optim.Optimizer) -> 
     """Give the optimizer the moments saved in a checkpoint. ValueError where they don't fit."""
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    for full_name, value in _load_tensors(folder / MOMENTS).items():
+    for full_name, value in load_tensors(folder / MOMENTS).items():
         key, _, name = full_name.partition(".")
         if name == "wte.weight" and value.dim() == 2:
             padding = model.padded_vocab_size - model.vocab_size

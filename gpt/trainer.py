@@ -110,6 +110,7 @@ class Trainer:
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="windows")
         self.ahead: tuple[int, Future[Batch]] | None = None
         self.stop_signal: int | None = None  # the one all ranks agreed on
+        self.saves_begun = progress.step > 0  # on every rank, unlike saver.saved_step
         self.last_save = time.monotonic()
         self.first_line = True
 
@@ -134,8 +135,7 @@ class Trainer:
         loss, grad_norm = torch.stack([total / config.batch_tokens, norm]).tolist()
         lr = self.peak_lr * lr_scale(self.schedule, progress.step, config.max_steps)
         done = Update(loss, grad_norm, lr)
-        saved = self.saver.saved_step is not None
-        verdict, name_windows = self.judge.verdict(done, progress, saved)
+        verdict, name_windows = self.judge.verdict(done, progress, self.saves_begun)
         if name_windows:
             self.judge.name_windows(losses, self._starts(progress.step), self.train.describe)
             self.judge.check_patience(done, progress)
@@ -145,8 +145,7 @@ class Trainer:
         if self.scaler.is_enabled():  # after every unscale_, taken or not
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if verdict == Verdict.go_back:
-            self._roll_back()
+        if verdict == Verdict.go_back and self._roll_back():
             return None
         taken = verdict == Verdict.take
         progress.step += 1
@@ -155,11 +154,15 @@ class Trainer:
         progress.skipped_in_row = 0 if taken else progress.skipped_in_row + 1
         return done if taken else None
 
-    def _roll_back(self) -> None:
-        """To the newest checkpoint, passing over the windows of all steps since."""
+    def _roll_back(self) -> bool:
+        """To the newest checkpoint, passing over the windows of all steps since; False where none
+        could be written."""
         self.saver.wait()
         found = folders.newest_whole(self.saver.checkpoints)[0] if self.ranks.is_main else None
-        folder = Path(distributed.from_main(str(found), self.ranks))
+        name = distributed.from_main(str(found) if found else None, self.ranks)
+        if name is None:
+            return False
+        folder = Path(name)
         state = folders.read_state(folder)
         assert state is not None
         spent = self.progress.step + 1 - state["step"]
@@ -176,6 +179,7 @@ class Trainer:
             f"warning: back to step {self.progress.step}, leaving out the windows of the {spent} "
             "steps since"
         )
+        return True
 
     def _starts(self, step: int) -> np.ndarray:
         """Where the windows of a step begin."""
@@ -284,6 +288,7 @@ class Trainer:
             }
             self.saver.start(taken, state, best)
         self.last_save = time.monotonic()
+        self.saves_begun = True
 
     def _check_saves(self, final: bool = False) -> None:
         """Say that a save of the main rank has failed; raise its error where that ends the run."""

@@ -1,0 +1,201 @@
+"""Losses that are no number, spikes, loss scaling: the same on all ranks, and the same again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpt import folders, trainer
+from tests import faults
+from tests.processes import Run
+from tests.test_chaos import SETTINGS, assert_same_run, rows, tensors
+
+TrainRun = Callable[..., tuple[int, Path]]
+
+
+def arguments(book: Path, root: Path, *more: str) -> list[str]:
+    args = [*SETTINGS, f"data.path={book}", f"paths.root={root}", "run=r"]
+    return [*args, "trainer.max_steps=60", "trainer.eval_every=20", *more]
+
+
+def test_one_ranks_bad_number_is_skipped_by_all(tmp_path: Path, book: Path) -> None:
+    """Rank 1's loss of step 5 is NaN: no rank updates, step, rank and windows are named, the ranks
+    stay equal, and the run is the one that a single process with the same bad windows makes."""
+    folder = tmp_path / "two" / "runs" / "r"
+    bad = partial(faults.scale_loss, float("nan"), [4], 1)
+    hook = partial(faults.all_of, bad, partial(faults.write_digests, str(tmp_path)))
+    args = arguments(book, tmp_path / "two", "trainer.max_steps=20")
+    run = Run(args, tmp_path / "out", ranks=2, hook=hook)
+    assert run.codes() == [0, 0], run.text()
+    assert "step 5: loss nan" in run.text() and "on rank 1, which read 4 windows" in run.text()
+    assert run.text().count("train window at") == 4
+    assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
+    row = rows(folder)[4]
+    assert row["step"] == 5 and row["skipped"] == 1 and "train/loss" not in row
+
+    alone = partial(faults.scale_loss, float("nan"), [4], 0)
+    run = Run(arguments(book, tmp_path / "one", "trainer.max_steps=20"), tmp_path / "out", 1, alone)
+    assert run.codes() == [0], run.text()
+    for a, b in zip(rows(tmp_path / "one" / "runs" / "r"), rows(folder), strict=True):
+        assert a.keys() == b.keys()
+        assert [b[key] for key in a] == pytest.approx([a[key] for key in a], rel=1e-5)
+
+
+def test_too_many_bad_steps_leave_latest_and_best_alone(tmp_path: Path, book: Path) -> None:
+    """From step 23 on every loss is NaN on rank 1: after max_skipped exit 1, one error line."""
+    bad = partial(faults.scale_loss, float("nan"), list(range(22, 60)), 1)
+    args = arguments(book, tmp_path, "trainer.max_skipped=2")
+    run = Run(args, tmp_path / "out", ranks=2, hook=bad)
+    assert run.codes(30)[0] == 1, run.text()
+    text = run.text()
+    assert text.count("all ranks skip this update") == 3, text
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "step 25" in errors[0] and "step_00000020" in errors[0], text
+    assert "Traceback" not in text
+    checkpoints = tmp_path / "runs" / "r" / "checkpoints"
+    assert [os.readlink(checkpoints / name) for name in ("latest", "best")] == ["step_00000020"] * 2
+    folders.verify(checkpoints / "step_00000020")
+    assert rows(tmp_path / "runs" / "r")[-1]["step"] >= 20
+
+
+@pytest.mark.parametrize("what", ["log", "skip"])
+def test_a_spike_is_logged_or_skipped(what: str, tmp_path: Path, book: Path) -> None:
+    """Ten times the loss at step 46; log is the default."""
+    more = [] if what == "log" else ["trainer.on_spike=skip"]
+    spike = partial(faults.scale_loss, 10.0, [45], None)
+    run = Run(arguments(book, tmp_path, *more), tmp_path / "out", hook=spike)
+    assert run.codes() == [0], run.text()
+    assert run.text().count("is a spike") == 1 and "step 46: loss" in run.text()
+    by_step = {row["step"]: row for row in rows(tmp_path / "runs" / "r")}
+    assert len(by_step) == 60
+    assert ("train/loss" in by_step[46]) == (what == "log")
+    assert ("train window at" in run.text()) == (what == "skip")
+    assert by_step[60].get("skipped") == (None if what == "log" else 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rollback_leaves_the_windows_out_also_after_a_kill(
+    ranks: int, tmp_path: Path, book: Path
+) -> None:
+    """A spike at step 46: back to 40, and on with the windows after it. Killed at 44 on the second
+    try, and at 53, after a save: the bits of the run that was not killed."""
+    spike = partial(faults.scale_loss, 10.0, [45], None, True)
+    args = arguments(book, tmp_path / "whole", "trainer.on_spike=rollback")
+    whole = Run(args, tmp_path / "out", ranks, spike)
+    assert whole.codes() == [0] * ranks, whole.text()
+    assert whole.text().count("back to step 40, leaving out the windows of the 6 steps") == 1
+    state = folders.read_state(tmp_path / "whole/runs/r/checkpoints/latest")
+    assert state is not None and state["left_out"] == [[40, 48]]  # 6 steps of 8 windows
+    logged = rows(tmp_path / "whole" / "runs" / "r")
+    assert [row["step"] for row in logged] == list(range(1, 61))
+
+    args = arguments(book, tmp_path / "killed", "trainer.on_spike=rollback")
+    for step in (43, 52):
+        dead = partial(faults.before_update, step, faults.die, after_rollback=True)
+        run = Run(args, tmp_path / "out", ranks, partial(faults.all_of, spike, dead))
+        assert run.codes() == [-9] * ranks, run.text()
+    last = Run(args, tmp_path / "out", ranks, spike)
+    assert last.codes() == [0] * ranks, last.text()
+    assert_same_run(tmp_path / "killed" / "runs" / "r", tmp_path / "whole" / "runs" / "r")
+
+
+def test_a_rollback_reads_other_windows(tmp_path: Path, book: Path) -> None:
+    """Steps 41 to 60 of a run that went back by 6 steps are steps 47 to 66 of the data: with the
+    rate constant and no dropout, step 41's loss is that of the weights after 40 on step 47's
+    windows, which a run without any spike never sees at that place."""
+    spike = partial(faults.scale_loss, 10.0, [45], None, True)
+    args = arguments(book, tmp_path / "a", "trainer.on_spike=rollback")
+    assert Run(args, tmp_path / "out", hook=spike).codes() == [0]
+    plain = arguments(book, tmp_path / "b")
+    assert Run(plain, tmp_path / "out").codes() == [0]
+    a, b = (rows(tmp_path / name / "runs" / "r") for name in "ab")
+    assert a[:40] == b[:40]
+    assert a[40]["train/loss"] != b[40]["train/loss"]
+
+
+def test_many_spikes_end_the_run(tmp_path: Path, book: Path) -> None:
+    """Whatever windows come after the rollback, the loss is ten times itself: no endless return."""
+    spike = partial(faults.scale_loss, 10.0, [45], None)
+    args = arguments(book, tmp_path, "trainer.on_spike=rollback", "trainer.max_skipped=2")
+    run = Run(args, tmp_path / "out", hook=spike)
+    assert run.codes() == [1], run.text()
+    assert run.text().count("back to step 40") == 2
+    assert run.text().splitlines()[-1].startswith("error: step 46: another spike")
+
+
+# --- loss scaling
+
+
+def with_scaler(monkeypatch: pytest.MonkeyPatch, overflow_at: list[int]) -> None:
+    """Loss scaling as float16 has it, on the CPU: from 256, doubled after every 4 good steps; the
+    gradients of some steps overflow."""
+
+    def scaler(device: str, enabled: bool) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4)
+
+    forward, update = trainer.NextTokenLoss.forward, trainer.Trainer.update
+    step = 0
+
+    def counted(self: trainer.Trainer) -> Any:
+        nonlocal step
+        step = self.progress.step
+        return update(self)
+
+    def overflowing(self: trainer.NextTokenLoss, x: Any, y: Any) -> Any:
+        loss = forward(self, x, y)
+        if self.training and step in overflow_at:
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    class Amp:
+        GradScaler = staticmethod(scaler)
+
+    class Torch:
+        amp = Amp
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    monkeypatch.setattr(trainer, "torch", Torch())
+    monkeypatch.setattr(trainer.Trainer, "update", counted)
+    monkeypatch.setattr(trainer.NextTokenLoss, "forward", overflowing)
+
+
+def test_the_loss_scale_goes_on_where_it_was(
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T16: 256, doubled after steps 4 and 8, halved by the overflow of step 10, doubled after 14
+    and 18; a run cut after step 10 has the same scale, skipped step, and bits."""
+    with_scaler(monkeypatch, overflow_at=[9])
+    args = ["trainer.log_every=1", "trainer.eval_every=null", "schedule=constant"]
+    _, whole = train_run(*args, name="whole")
+    _, cut = train_run(*args, "trainer.max_steps=10", name="cut")
+    state = folders.read_state(cut / "checkpoints" / "latest")
+    assert state is not None
+    assert state["loss_scaler"]["scale"] == 512 and state["loss_scaler"]["_growth_tracker"] == 0
+    train_run(*args, "trainer.max_steps=20", name="cut")
+    assert rows(whole) == rows(cut)
+    assert [row.get("skipped") for row in rows(cut)] == [None] * 9 + [1] * 11
+    a, b = tensors(whole), tensors(cut)
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+    state = folders.read_state(cut / "checkpoints" / "latest")
+    assert state is not None and state["loss_scaler"]["scale"] == 2048
+
+
+def test_scaling_changes_no_bit_where_nothing_overflows(
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipping comes after unscaling: with powers of two the weights are those without a scaler."""
+    args = ["trainer.eval_every=null", "trainer.grad_clip=0.5"]
+    _, plain = train_run(*args, name="plain")
+    with_scaler(monkeypatch, overflow_at=[])
+    _, scaled = train_run(*args, name="scaled")
+    a, b = (load_file(run / "checkpoints" / "latest" / folders.WEIGHTS) for run in (plain, scaled))
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []

@@ -1,0 +1,442 @@
+"""Kills, signals, bad steps and failing ranks, in real processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpt import folders
+from gpt.tracker import read_metrics
+from tests import faults
+from tests.processes import EVALUATING, NAMES, PREPARING, SAVING, TRAINING, Run
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = [
+    *("model=tiny", "model.n_embd=32", "model.block_size=32", "schedule.warmup_steps=4"),
+    *("model.embd_dropout=0.1", "model.attn_dropout=0.1", "model.resid_dropout=0.1"),
+    *("data=text", "data.tokenizer=byte", "data.val_fraction=0.1"),
+    *("trainer.batch_tokens=256", "trainer.micro_batch_size=4", "trainer.eval_tokens=4096"),
+    *("trainer.eval_every=7", "trainer.save_every=10", "trainer.log_every=1"),
+    *("runtime.device=cpu", "runtime.dtype=float32", "runtime.compile=false"),
+    "tracker.wandb=disabled",
+]
+
+
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Weights and moments of a run's newest checkpoint."""
+    folder = run / "checkpoints" / "latest"
+    return load_file(folder / folders.WEIGHTS) | load_file(folder / folders.MOMENTS)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the clock."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith("perf/")}
+        for row in read_metrics(run)
+    ]
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    """To the bit: weights, moments, every row; the same checkpoints, and nothing else there."""
+    a, b = tensors(run), tensors(whole)
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+    assert rows(run) == rows(whole)
+    there = [sorted(p.name for p in (r / "checkpoints").iterdir()) for r in (run, whole)]
+    assert there[0] == there[1]
+    for name in ("latest", "best"):
+        links = [os.readlink(r / "checkpoints" / name) for r in (run, whole)]
+        assert links[0] == links[1], name
+
+
+# --- kill -9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 18), (2, 12)])
+def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
+    ranks: int, kills: int, tmp_path: Path, book: Path
+) -> None:
+    """T06, T24, T42: 30 kill −9 in all, at moments drawn from a seed, in every phase, of one rank
+    or of all; the next start continues by itself, and the end is that of an undisturbed run."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):  # so that preparing takes a while
+        (text / f"{i}.txt").write_bytes(book.read_bytes())
+    args = [*SETTINGS, f"data.path={text}", "run=r", f"trainer.max_steps={20 * kills}"]
+    whole = Run([*args, f"paths.root={tmp_path / 'whole'}"], tmp_path / "whole.txt", ranks)
+    assert whole.codes() == [0] * ranks, whole.text()
+
+    draw = random.Random(ranks)
+    args += [f"paths.root={tmp_path / 'killed'}"]
+    aims = [PREPARING] * (kills // 4)
+    aims += [(TRAINING, EVALUATING, SAVING)[i % 3] for i in range(kills - len(aims))]
+    hit: dict[str, int] = {}
+    for n, aim in enumerate(aims):
+        run = Run(args, tmp_path / f"{n}.txt", ranks)
+        steps = 0 if aim == PREPARING else draw.randint(1, 20)
+        there = run.wait_until(lambda r: r.steps >= steps and aim in r.phases())  # noqa: B023
+        assert there, f"kill {n} found it over:\n{run.text()}"
+        time.sleep(draw.uniform(0, 0.1 if aim == PREPARING else 0.01))
+        victims = [draw.randrange(ranks)] if draw.random() < 0.5 else list(range(ranks))
+        at = run.phases()
+        run.send(signal.SIGKILL, *victims)
+        begun = time.monotonic()
+        codes = run.codes(30)
+        print(
+            f"kill {n:2}: step +{run.steps:2}, {' and '.join(NAMES[p] for p in sorted(at))}, "
+            f"ranks {victims} of {ranks}: exit codes {codes} after {time.monotonic() - begun:.1f} s"
+        )
+        assert all(codes[v] == -signal.SIGKILL for v in victims)
+        assert all(code not in (0, None) for code in codes), run.text()
+        for phase in at:
+            hit[NAMES[phase]] = hit.get(NAMES[phase], 0) + 1
+    last = Run(args, tmp_path / "last.txt", ranks)
+    assert last.codes() == [0] * ranks, last.text()
+    assert "continuing after step" in last.text()
+    print("hit:", hit)
+    assert {"preparing", "training", "evaluating", "saving"} <= hit.keys()
+    killed = tmp_path / "killed" / "runs" / "r"
+    assert_same_run(killed, tmp_path / "whole" / "runs" / "r")
+    steps_logged = [row["step"] for row in rows(killed)]
+    assert steps_logged == list(range(1, 20 * kills + 1))
+    print(f"{len(tensors(killed))} tensors and {len(steps_logged)} rows equal to the bit")
+
+
+def die_at_call(count: int, log: str) -> None:
+    """Kill this process right before its call number `count` of those that change the disk, all of
+    which go to the log."""
+    calls = 0
+
+    def wrap(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            with open(log, "a") as file:
+                file.write(f"{name} {args[0]}\n")
+            if calls == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls += 1
+            return inner(*args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    for name in ("rename", "replace", "fsync", "symlink", "rmdir", "mkdir"):
+        wrap(os, name)
+    wrap(Path, "unlink")
+    wrap(Path, "write_text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_kill_at_every_call_of_a_save(anew: bool, tmp_path: Path, book: Path) -> None:
+    """T24: right before each rename, link, sync and removal of a save that replaces `latest` and
+    `best` and prunes, the next start goes on, and nothing is left. `anew`: a save that writes a
+    step again, since the checkpoint there was damaged."""
+    args = [*SETTINGS, f"data.path={book}", "run=r", f"trainer.max_steps={10 if anew else 8}"]
+    args += ["trainer.eval_every=2", "trainer.save_every=2", f"trainer.keep_last={2 + anew}"]
+    whole, log = tmp_path / "whole", tmp_path / "calls"
+
+    def run_in(root: Path, n: int, to: Path = Path(os.devnull)) -> Run:
+        out = root.with_suffix(".txt")
+        return Run([*args, f"paths.root={root}"], out, hook=partial(die_at_call, n, str(to)))
+
+    assert run_in(whole, -1).codes() == [0]
+    begin = tmp_path / "begin"
+    shutil.copytree(whole, begin, symlinks=True)
+    checkpoints = begin / "runs" / "r" / "checkpoints"
+    if anew:
+        flip(checkpoints / "step_00000008" / folders.WEIGHTS)
+        shutil.rmtree(checkpoints / "step_00000010")
+    else:
+        shutil.rmtree(begin / "runs")
+    counted = tmp_path / "counted"
+    shutil.copytree(begin, counted, symlinks=True)
+    assert run_in(counted, -1, log).codes() == [0]
+    calls = log.read_text().splitlines()
+    states = [i for i, call in enumerate(calls) if call.endswith("/state.json")]
+    chosen = range(0 if anew else states[1], states[-1])  # one that prunes, and the next
+    assert len(chosen) > 20
+    for n in chosen:
+        root = tmp_path / str(n)
+        shutil.copytree(begin, root, symlinks=True)
+        run = run_in(root, n)
+        assert run.codes() == [-signal.SIGKILL], run.text()
+        last = run_in(root, -1)
+        assert last.codes() == [0], calls[n] + last.text()
+        assert_same_run(root / "runs" / "r", whole / "runs" / "r")
+        shutil.rmtree(root)
+    print(f"{len(chosen)} kills, from {calls[chosen[0]]} to {calls[chosen[-1]]}")
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# --- signals
+
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, book: Path) -> Callable[[int], Path]:
+    """whole(ranks) -> the run of `signalled` that nothing happens to, made once."""
+    made: dict[int, Path] = {}
+
+    def make(ranks: int) -> Path:
+        if ranks not in made:
+            root = tmp_path_factory.mktemp("whole")
+            run = Run(signalled(book, root), root / "out", ranks)
+            assert run.codes() == [0] * ranks, run.text()
+            made[ranks] = root / "runs" / "r"
+        return made[ranks]
+
+    return make
+
+
+def signalled(book: Path, root: Path) -> list[str]:
+    """A run of 40 steps, with an evaluation long enough to be met."""
+    args = [*SETTINGS, f"data.path={book}", f"paths.root={root}", "run=r", "trainer.max_steps=40"]
+    return [*args, "trainer.eval_tokens=8192", "trainer.log_every=5"]
+
+
+@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("phase", [PREPARING, TRAINING, EVALUATING, SAVING])
+def test_a_signal_saves_and_the_rest_is_the_same(
+    phase: int, number: signal.Signals, tmp_path: Path, book: Path, whole: Callable[[int], Path]
+) -> None:
+    """Exit code 128 + its number within 15 s; saved where training had begun; and the run that is
+    then continued has the weights, moments and rows, validation too, of one that was not."""
+    args = signalled(book, tmp_path)
+    run = Run(args, tmp_path / "out")
+    run.wait_until(lambda r: phase in r.phases() and r.steps >= (0 if phase == PREPARING else 5))
+    run.send(number)
+    assert run.codes(15) == [CODES[number]], run.text()
+    text = run.text()
+    assert "Traceback" not in text and "error" not in text
+    if phase == PREPARING:
+        assert "stopped; what was saved is whole: the same command goes on" in text
+        assert not (tmp_path / "runs").exists()
+    else:
+        state = folders.verify((tmp_path / "runs/r/checkpoints/latest").resolve())
+        assert f"saved at step {state['step']}" in text and state["step"] >= 5
+        assert f"go on with: python train.py run=r paths.root={tmp_path}" in text
+    again = Run([f"paths.root={tmp_path}", "run=r", *(args if phase == PREPARING else [])], run.out)
+    assert again.codes() == [0], again.text()
+    assert_same_run(tmp_path / "runs" / "r", whole(1))
+
+
+def test_a_signal_in_the_last_evaluation_loses_no_row(
+    tmp_path: Path, book: Path, whole: Callable[[int], Path]
+) -> None:
+    """All steps are done, and the validation of the last is cut short: the next start makes it."""
+    args = signalled(book, tmp_path)
+    run = Run(args, tmp_path / "out")
+    run.wait_until(lambda r: EVALUATING in r.phases() and r.steps == 40)
+    run.send(signal.SIGTERM)
+    assert run.codes(15) == [143], run.text()
+    assert "val/loss" not in rows(tmp_path / "runs" / "r")[-1]
+    again = Run(args, tmp_path / "out")
+    assert again.codes() == [0], again.text()
+    assert_same_run(tmp_path / "runs" / "r", whole(1))
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path, book: Path) -> None:
+    """While the first is being honoured: a step that never ends here."""
+    args = signalled(book, tmp_path)
+    stuck = partial(faults.before_update, 12, faults.stand_still)
+    run = Run(args, tmp_path / "out", hook=stuck)
+    run.wait_until(lambda r: r.steps == 13)
+    run.send(signal.SIGINT)
+    time.sleep(0.5)
+    assert run.processes[0].is_alive()
+    run.send(signal.SIGTERM)
+    assert run.codes(2) == [143], run.text()
+    assert folders.newest_whole(tmp_path / "runs/r/checkpoints")[0] is not None
+
+
+@pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
+def test_a_signal_to_one_rank_stops_all(
+    victims: list[int], tmp_path: Path, book: Path, whole: Callable[[int], Path]
+) -> None:
+    args = signalled(book, tmp_path)
+    run = Run(args, tmp_path / "out", ranks=2)
+    run.wait_until(lambda r: r.steps >= 5)
+    run.send(signal.SIGTERM, *victims)
+    assert run.codes(15) == [143, 143], run.text()
+    assert run.text().count("saved at step") == 1
+    assert Run(args, tmp_path / "out", ranks=2).codes() == [0, 0]
+    assert_same_run(tmp_path / "runs" / "r", whole(2))
+
+
+def start(*command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """A command in a group of its own, as a shell starts it."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+    )
+
+
+def end(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
+    """Exit code and what it said; the whole group is killed where it has not ended by then."""
+    try:
+        text, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        text, _ = process.communicate()
+        raise AssertionError(f"still there after {seconds} s:\n{text}") from None
+    return process.returncode, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.4])
+def test_a_signal_while_torch_is_imported(
+    delay: float, number: signal.Signals, tmp_path: Path, book: Path
+) -> None:
+    """T24: one line, no traceback, nothing begun."""
+    with start("train.py", *signalled(book, tmp_path)) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while "libtorch_cpu" not in maps.read_text():
+            assert process.poll() is None
+            time.sleep(0.002)
+        time.sleep(delay)
+        process.send_signal(number)
+        code, text = end(process, 15)
+    assert code == CODES[number], text
+    assert text == "stopped; what was saved is whole: the same command goes on\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_first_step_is_compiled(
+    number: signal.Signals, tmp_path: Path, book: Path
+) -> None:
+    """To the whole group, as Ctrl-C goes: the compiler's own processes get it too. A cold cache."""
+    cold = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    args = [*signalled(book, tmp_path / "root"), "runtime.compile=true"]
+    with start("train.py", *args, env=cold) as process:
+        cache = tmp_path / "cache"
+        while not any(cache.rglob("*.cpp")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, number)
+        code, text = end(process, 15)
+    assert code == CODES[number], text
+    assert "Traceback" not in text and "error" not in text, text
+    done = subprocess.run(
+        [sys.executable, "train.py", *args, "trainer.max_steps=3"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **cold},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_torchrun_hands_a_signal_on(
+    number: signal.Signals, tmp_path: Path, book: Path, whole: Callable[[int], Path]
+) -> None:
+    """Ctrl-C goes to the whole group, and torchrun sends it once more; SIGTERM goes to torchrun
+    alone. Saved once, said once, and the rest is the same."""
+    args = signalled(book, tmp_path)
+    slow = tmp_path / "slow.py"
+    slow.write_text(script("faults.before_update(6, functools.partial(faults.say_and_sleep, 1.5))"))
+    with start(*TORCHRUN, str(slow), *args) as process:
+        assert process.stdout is not None
+        text = ""
+        while "reached" not in text:
+            line = process.stdout.readline()
+            assert line, text
+            text += line
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        _, more = end(process, 30)
+    text += more
+    assert text.count("saved at step 7") == 1, text
+    assert "error: " not in text, text
+    assert folders.verify((tmp_path / "runs/r/checkpoints/latest").resolve())["step"] == 7
+    assert Run(args, tmp_path / "out", ranks=2).codes() == [0, 0]
+    assert_same_run(tmp_path / "runs" / "r", whole(2))
+
+
+def script(fault: str) -> str:
+    """train.py, after something in it was broken."""
+    return f"""
+import functools, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+from conf.door import door
+from tests import faults
+{fault}
+door(train.main, "the run can't go on without it")
+"""
+
+
+# --- a rank that fails
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("faults.before_update(5, functools.partial(faults.fail, 1))", "broken on purpose"),
+        ("faults.before_update(5, functools.partial(faults.fail, 0))", "broken on purpose"),
+        ("faults.fail_in_save()", "broken on purpose"),
+        ("faults.lose_shards(1)", "train_00000.npy"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job(fault: str, says: str, tmp_path: Path, book: Path) -> None:
+    """T32: under torchrun, with 2 ranks: not zero, within 30 s, and the one cause is to be seen: a
+    traceback or an error line, not two, before torchrun's own report."""
+    broken = tmp_path / "broken.py"
+    broken.write_text(script(fault))
+    begun = time.monotonic()
+    with start(*TORCHRUN, str(broken), *signalled(book, tmp_path / "root")) as process:
+        code, text = end(process, 60)
+    assert code == 1, text
+    assert says in text
+    ours = text.partition("torch/distributed/elastic")[0].partition("W1")[0]
+    print(text[-3000:], f"\n{time.monotonic() - begun:.1f} s")
+    count = ours.count("Traceback (most recent call last)") + ours.count("error: ")
+    assert count == 1, text
+
+
+def test_a_rank_that_hangs_ends_the_job(tmp_path: Path, book: Path) -> None:
+    """runtime.hang_minutes: the line names rank and place; the other rank does not wait."""
+    stuck = partial(faults.before_update, 5, partial(faults.hang, 1))
+    args = [*signalled(book, tmp_path), "runtime.hang_minutes=0.05"]
+    run = Run(args, tmp_path / "out", ranks=2, hook=stuck)
+    assert run.codes(30) == [1, 1], run.text()
+    errors = [line for line in run.text().splitlines() if line.startswith("error: ")]
+    assert errors[0].startswith("error: rank 1 has stood still for 3 s in stand_still"), run.text()
+    assert "faults.py" in errors[0]
