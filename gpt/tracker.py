@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import netrc
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlparse
 
 from rich.console import Console
@@ -32,6 +35,60 @@ class TrackerConfig:
     project: str
 
 
+class Lines:
+    """A file to which whole lines are appended. What can't be written now (a full disk, one that is
+    gone) waits in memory and goes first at the next call: a training step must not end of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where the file can't be opened: before a run, that can be mended."""
+        self.path = path
+        self.waiting: list[str] = []
+        self.error: OSError | None = None  # why lines are waiting
+        self._fd: int | None = None
+        self._whole = 0  # bytes of whole lines; what a failed write left after them is cut off
+        self._open(cut=False)
+
+    def append(self, line: str) -> None:
+        self.waiting.append(line)
+        self.write_waiting()
+
+    def write_waiting(self) -> None:
+        try:
+            if self._fd is None:
+                self._open(cut=True)
+            assert self._fd is not None
+            while self.waiting:
+                data = (self.waiting[0] + "\n").encode("utf-8", "backslashreplace")
+                if os.write(self._fd, data) < len(data):  # the last bytes that there was room for
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._whole += len(data)
+                del self.waiting[0]
+            self.error = None
+        except OSError as e:
+            self.error = e
+            with suppress(OSError):
+                if self._fd is not None:
+                    os.ftruncate(self._fd, self._whole)
+            self.release()
+
+    def release(self) -> None:
+        """Close the file; the next line opens it again."""
+        if self._fd is not None:
+            with suppress(OSError):
+                os.close(self._fd)
+        self._fd = None
+
+    def _open(self, cut: bool) -> None:
+        # Unbuffered: a buffer that failed would be written a second time on close.
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        size = os.fstat(self._fd).st_size
+        if cut and size > self._whole:
+            os.ftruncate(self._fd, self._whole)
+        else:
+            self._whole = size
+
+
 class Tracker:
     """One a run, on the main rank; on the others every call does nothing.
 
@@ -44,12 +101,13 @@ class Tracker:
         self.is_main = is_main
         self.console = Console(highlight=False, soft_wrap=True)
         self.run_id: str | None = None
-        self._log: IO[str] | None = None
-        self._metrics: IO[str] | None = None
+        self._log: Lines | None = None
+        self._metrics: Lines | None = None
+        self._warned = False  # that lines are waiting
         self._wandb: Any = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._waiting: list[str] = []
+        self._before: list[str] = []  # said before there was a folder
 
     def __enter__(self) -> Tracker:
         return self
@@ -64,22 +122,21 @@ class Tracker:
         self.run_id = run_id
         if not self.is_main:
             return
-        self._log = (folder / "train.log").open("a", encoding="utf-8")
-        for line in self._waiting:
+        self._log = Lines(folder / "train.log")
+        for line in self._before:
             self._write_log(line)
         path = folder / "metrics.jsonl"
         keep_rows(path, resume_step)
-        self._metrics = path.open("a", encoding="utf-8")
+        self._metrics = Lines(path)
         self._start_wandb(folder, run_config)
 
     def say(self, text: str = "") -> None:
         """A line for people."""
         if not self.is_main:
             return
-        # markup off: text of a document or a sample must not act on the terminal
-        self.console.print(printable(text), markup=False)
+        self._print(text)
         if self._log is None:
-            self._waiting.append(text)
+            self._before.append(text)
         else:
             self._write_log(text)
 
@@ -87,18 +144,24 @@ class Tracker:
         """A row of metrics.jsonl, and of W&B. Values that are not finite are left out."""
         row = {key: value for key, value in row.items() if math.isfinite(value)}
         if self._metrics is not None:
-            self._metrics.write(json.dumps(row) + "\n")
-            self._metrics.flush()
+            self._append(self._metrics, json.dumps(row))
         if self._wandb is not None:
-            self._wandb.log(row)
+            try:
+                self._wandb.log(row)
+            except Exception as e:  # its own process may be gone, in ways that it does not list
+                self._give_up_wandb(e)
 
     def rewind(self, step: int) -> None:
         """Forget the rows after a step that the run has gone back to."""
         if self._metrics is not None:
-            self._metrics.close()
-            path = Path(self._metrics.name)
-            keep_rows(path, step)
-            self._metrics = path.open("a", encoding="utf-8")
+            waiting = self._metrics.waiting
+            waiting[:] = [line for line in waiting if json.loads(line)["step"] <= step]
+            self._metrics.write_waiting()
+            self._metrics.release()  # the file may become another one
+            try:
+                keep_rows(self._metrics.path, step)
+            except OSError as e:
+                self._print(f"warning: {self._metrics.path} keeps rows that were undone ({e})")
 
     def progress(self, step: int, max_steps: int, text: str, row_due: bool) -> None:
         """The live line; where there is no terminal, a plain line whenever a row is due."""
@@ -127,18 +190,52 @@ class Tracker:
 
     def close(self, exit_code: int = 0) -> None:
         self.pause()
-        for file in (self._metrics, self._log):
+        lost = []
+        for file, what in ((self._metrics, "row"), (self._log, "line")):
             if file is not None:
-                file.close()
+                if file.waiting:
+                    file.write_waiting()
+                if file.waiting:
+                    plural = "s" if len(file.waiting) > 1 else ""
+                    lost.append(f"{len(file.waiting)} {what}{plural} of {file.path} ({file.error})")
+                file.release()
         self._metrics = self._log = None
+        if lost:
+            self._print(f"warning: lost, since they could not be written: {', '.join(lost)}")
         if self._wandb is not None:
-            self._wandb.finish(exit_code=exit_code)
-            self._wandb = None
+            run, self._wandb = self._wandb, None
+            try:
+                run.finish(exit_code=exit_code)
+            except Exception as e:
+                self._give_up_wandb(e)
+
+    def _print(self, text: str) -> None:
+        # markup off: text of a document or a sample must not act on the terminal
+        self.console.print(printable(text), markup=False)
+
+    def _append(self, file: Lines, line: str) -> None:
+        file.append(line)
+        failed = [f for f in (self._metrics, self._log) if f is not None and f.error is not None]
+        if failed and not self._warned:
+            self._print(
+                f"warning: {failed[0].path} can't be written ({failed[0].error}): the run goes on, "
+                "its lines are kept and written when that is possible again"
+            )
+        elif self._warned and not failed:
+            self._print("what was kept in memory of metrics.jsonl and train.log is written")
+        self._warned = bool(failed)
 
     def _write_log(self, line: str) -> None:
         assert self._log is not None
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
-        self._log.flush()
+        self._append(self._log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
+
+    def _give_up_wandb(self, error: Exception) -> None:
+        import wandb
+
+        self._wandb = None
+        with suppress(Exception):  # else it fails once more at exit, with a traceback
+            wandb.teardown()
+        self.say(f"warning: wandb failed ({error!r}): metrics go to metrics.jsonl only")
 
     def _start_wandb(self, folder: Path, run_config: dict[str, Any]) -> None:
         mode = self.config.wandb
@@ -149,6 +246,8 @@ class Tracker:
         except ImportError:
             self.say("wandb is not installed: metrics go to metrics.jsonl only")
             return
+        # W&B logs into the run's folder: on a full disk each line would become a traceback.
+        logging.raiseExceptions = False
         if mode == WandbMode.auto:
             mode = WandbMode.online if wandb_has_key() else WandbMode.offline
         try:
@@ -183,20 +282,30 @@ def wandb_has_key() -> bool:
 
 
 def keep_rows(path: Path, last_step: int) -> None:
-    """Drop the rows after `last_step`, and a half-written last one."""
+    """Drop the rows after `last_step`, and what is no row of a step, as a half-written line is."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if row["step"] <= last_step:
-            kept.append(line + "\n")
+    before = path.read_bytes()
+    kept = b"".join(
+        line.rstrip(b"\r\n") + b"\n" for line in before.splitlines() if _step(line) <= last_step
+    )
+    if kept == before:
+        return
+    if before.startswith(kept):  # nothing but an end goes: that needs no room on the disk
+        os.truncate(path, len(kept))
+        return
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.write_bytes(kept)
     os.replace(temporary, path)
+
+
+def _step(line: bytes) -> float:
+    """The step of a row; infinite for what is none."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+    return step if isinstance(step, int | float) else math.inf
 
 
 def printable(text: str) -> str:
