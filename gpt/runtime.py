@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shutil
@@ -122,7 +123,23 @@ def resolve(config: RuntimeConfig, local_rank: int = 0) -> Runtime:
         # cuBLAS reads this when it starts, so before the first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if device.type == "cpu":
+        keep_freed_memory()
     return Runtime(config, device, dtype, compile_it, notes)
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory of its tensors once they are freed, where libc is glibc's.
+
+    glibc gives every large block back to the system and asks for it anew, in pages that are cleared
+    at first touch: a step of 124M touched 740,000, which took an eighth of its time. Kept, they are
+    the same pages at every step, and the peak stays as it was.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        trim_threshold, mmap_max = -1, -4  # malloc.h
+        mallopt(mmap_max, 0)  # no mappings of their own for large blocks
+        mallopt(trim_threshold, 2**31 - 1)  # the heap isn't cut
 
 
 def compile_blocks(model: nn.Module) -> None:
