@@ -1,10 +1,11 @@
 """Claim: preparing costs little beyond tokenising, and beats datasets.map by 2.5 times and more.
 
-python benchmarks/prepare_speed.py [--megabytes N] [--rounds N] [--threads N]
+python benchmarks/prepare_speed.py [--megabytes N] [--rounds N] [--threads N] [--only NAME]
 
 The same text three ways: many small records (.jsonl of paragraphs), a few huge documents, one
-file. Contestants alternate; each figure is a median. `best call`: tiktoken alone on text that is in
-memory, documents joined by the separator 4,096 at a time (big ones: as they are), in threads.
+file. Contestants alternate, each time in a process of its own; each figure is a median. `best call`:
+tiktoken alone on text that is in memory, documents joined by the separator 4,096 at a time (big
+ones: cut at every million characters), in threads.
 `recipe`: datasets.map, one encode_ordinary a document, then writing; records only.
 """
 
@@ -16,18 +17,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from data.prepare import prepare
 from data.sources import TextConfig, documents
-from data.tokenizer import EOT, load_tokenizer
 
 
 def config(path: Path, threads: int) -> TextConfig:
@@ -47,30 +42,57 @@ def config(path: Path, threads: int) -> TextConfig:
     )
 
 
-def best_call(texts: list[str], threads: int) -> float:
-    encoding = load_tokenizer("gpt2")._encoding
-    if len(texts) > 1000:
-        batches = [texts[i : i + 4096] for i in range(0, len(texts), 4096)]
-    else:
-        batches = [[text] for text in texts]
+BEST = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from benchmarks.prepare_speed import config
+from data.sources import documents
+from data.tokenizer import EOT, load_tokenizer
+path, threads = Path(sys.argv[1]), int(sys.argv[2])
+encoding = load_tokenizer("gpt2")._encoding
+texts = [text for _, text in documents(config(path, threads), lambda _: None)]
+if len(texts) > 1000:
+    batches = [texts[i : i + 4096] for i in range(0, len(texts), 4096)]
+else:  # as good a call as one can make of huge ones
+    batches = [[text[i : i + (1 << 20)]] for text in texts for i in range(0, len(text), 1 << 20)]
 
-    def encode(batch: list[str]) -> np.ndarray:
-        joined = EOT.join([*batch, ""])
-        return encoding.encode_to_numpy(joined, allowed_special={EOT}, disallowed_special=())
+def encode(batch):
+    joined = EOT.join([*batch, ""])
+    return encoding.encode_to_numpy(joined, allowed_special={EOT}, disallowed_special=())
 
-    began = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(encode, batches))
-    return time.perf_counter() - began
+began = time.perf_counter()
+with ThreadPoolExecutor(threads) as pool:
+    done = list(pool.map(encode, batches))
+print(time.perf_counter() - began)
+"""
+OURS = """
+import resource, sys, time
+from pathlib import Path
+from benchmarks.prepare_speed import config
+from data.prepare import prepare
+from data.tokenizer import load_tokenizer
+path, threads, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+load_tokenizer("gpt2")
+began = time.perf_counter()
+prepare(config(path, threads), out, lambda _: None)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.perf_counter() - began)
+"""
 
 
-def ours(path: Path, threads: int) -> float:
-    root = Path(tempfile.mkdtemp())
-    began = time.perf_counter()
-    prepare(config(path, threads), root, lambda _: None)
-    seconds = time.perf_counter() - began
-    shutil.rmtree(root)
-    return seconds
+def child(code: str, path: Path, threads: int) -> float:
+    """Seconds that a contestant in a process of its own says it took, the last thing it prints."""
+    out = tempfile.mkdtemp()
+    command = [sys.executable, "-c", code, str(path), str(threads), out]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    shutil.rmtree(out)
+    *before, seconds = done.stdout.split()
+    if code == OURS:
+        peaks.append(float(before[-1]))
+    return float(seconds)
+
+
+peaks: list[float] = []  # resident MiB of each of our runs, as ru_maxrss has it
 
 
 RECIPE = """
@@ -100,14 +122,6 @@ for i in range(64):
 out.flush()
 print(time.perf_counter() - began)
 """
-
-
-def recipe(path: Path, threads: int) -> float:
-    out = tempfile.mkdtemp()
-    command = [sys.executable, "-c", RECIPE, str(path), str(threads), out]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    shutil.rmtree(out)
-    return float(done.stdout.split()[-1])
 
 
 def corpora(folder: Path, megabytes: int) -> dict[str, Path]:
@@ -142,33 +156,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--without-recipe", action="store_true")
+    parser.add_argument("--only", help="small records, five huge files, or one file")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {load:.1f}")
     print(f"command: python {' '.join(sys.argv)}")
     folder = Path(tempfile.mkdtemp())
     for name, path in corpora(folder, args.megabytes).items():
+        if args.only not in (None, name):
+            continue
+        peaks.clear()
         texts = [text for _, text in documents(config(path, args.threads), lambda _: None)]
         size = sum(len(text.encode()) for text in texts) / 1e6
-        pieces = texts if len(texts) > 5 else [  # as good a call as one can make of it
-            text[i : i + (1 << 20)] for text in texts for i in range(0, len(text), 1 << 20)
-        ]  # fmt: skip
-        contestants: dict[str, Callable[[], float]] = {
-            "best call": lambda pieces=pieces: best_call(pieces, args.threads),
-            "prepare": lambda path=path: ours(path, args.threads),
-        }
+        count = len(texts)
+        del texts
+        contestants = {"best call": BEST, "prepare": OURS}
         if name == "small records" and not args.without_recipe:
-            contestants["recipe"] = lambda path=path: recipe(path, args.threads)
+            contestants["recipe"] = RECIPE
         seconds: dict[str, list[float]] = {contestant: [] for contestant in contestants}
         for _ in range(args.rounds):
-            for contestant, run in contestants.items():
-                seconds[contestant].append(run())
+            for contestant, code in contestants.items():
+                seconds[contestant].append(child(code, path, args.threads))
         median = {contestant: statistics.median(taken) for contestant, taken in seconds.items()}
         told = ", ".join(f"{c} {size / s:.1f} MB/s" for c, s in median.items())
         ratio = f"prepare / best call {median['best call'] / median['prepare']:.2f}"
         if "recipe" in median:
             ratio += f", prepare / recipe {median['recipe'] / median['prepare']:.2f}"
-        print(f"{name}, {len(texts):,} documents, {size:.1f} MB: {told}; {ratio}", flush=True)
+        ratio += f"; prepare held {max(peaks):.0f} MiB at most"
+        print(f"{name}, {count:,} documents, {size:.1f} MB: {told}; {ratio}", flush=True)
     shutil.rmtree(folder)
 
 
