@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from conf.door import RunError
 from conf.schema import GROUPS, Config, register, to_config
 from gpt import folders
 from gpt.config import TrainerConfig
@@ -73,7 +74,18 @@ def compose_and_run(command: Callable[[Config, list[str]], int], argv: list[str]
         raise ValueError(explain(e)) from e
     finally:
         sys.argv = before
-    return max((command(*config) for config in configs), default=0)
+    if len(configs) == 1:
+        return command(*configs[0])
+    return max((_job(command, *config) for config in configs), default=0)
+
+
+def _job(command: Callable[[Config, list[str]], int], config: Config, overrides: list[str]) -> int:
+    """One job of a sweep: what goes wrong with it is said, and leaves the others alone."""
+    try:
+        return command(config, overrides)
+    except (ValueError, OSError, RunError) as e:
+        print(f"error: {config.run}: {' '.join(str(e).split())}", file=sys.stderr, flush=True)
+        return 1 if isinstance(e, RunError) else 2
 
 
 def merge_overrides(*lists: list[str]) -> list[str]:

@@ -41,6 +41,37 @@ def test_auto_takes_bfloat16_only_where_it_is_fast(
     assert any("no bfloat16" in note for note in machine.notes) is not has
 
 
+def fake(monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, bf16: bool = False) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+
+
+def test_a_gpu_without_bfloat16_takes_float16_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T17"""
+    fake(monkeypatch, cuda=True, mps=False)
+    machine = resolve(config(device="auto"))
+    assert (machine.device.type, machine.dtype) == ("cuda", torch.float16)
+    assert any("float16 with loss scaling" in note for note in machine.notes)
+    with pytest.raises(ValueError, match="runtime.dtype=bfloat16"):
+        resolve(config(device="cuda", dtype=DType.bfloat16))
+
+
+def test_mps_is_neither_cpu_nor_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T19: float32, no compiling, no loss scaling, nothing of CUDA's is called."""
+    fake(monkeypatch, cuda=False, mps=True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("CUDA was called"))
+    machine = resolve(config(device="auto", compile="auto"))
+    assert (machine.device.type, machine.dtype) == ("mps", torch.float32)
+    assert not machine.compile
+    assert not torch.amp.GradScaler("mps", enabled=machine.dtype == torch.float16).is_enabled()
+    machine.synchronize()
+    with pytest.raises(ValueError, match="runtime.dtype=float16"):
+        resolve(config(device="mps", dtype=DType.float16))
+
+
 def test_float16_needs_cuda() -> None:
     with pytest.raises(ValueError, match="runtime.dtype=float16 needs a CUDA device"):
         resolve(config(dtype=DType.float16))
