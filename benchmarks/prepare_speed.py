@@ -3,7 +3,7 @@
 python benchmarks/prepare_speed.py [--megabytes N] [--rounds N] [--threads N] [--only NAME]
 
 The same text three ways: many small records (.jsonl of paragraphs), a few huge documents, one
-file. Contestants alternate, each time in a process of its own; each figure is a median. `best call`:
+file. Contestants alternate, each time in a process of its own; figures are medians. `best call`:
 tiktoken alone on text that is in memory, documents joined by the separator 4,096 at a time (big
 ones: cut at every million characters), in threads.
 `recipe`: datasets.map, one encode_ordinary a document, then writing; records only.
@@ -19,10 +19,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data.sources import TextConfig, documents
+
+ROOT = Path(__file__).parents[1]
 
 
 def config(path: Path, threads: int) -> TextConfig:
