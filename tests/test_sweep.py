@@ -1,0 +1,106 @@
+"""Where things land: relative to where one stands, and a sweep's jobs apart from each other."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from gpt import folders
+from gpt.tracker import read_metrics
+
+TrainRun = Callable[..., tuple[int, Path]]
+ROOT = Path(train.__file__).parent
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "latest" / folders.WEIGHTS)
+
+
+def test_paths_are_relative_to_where_one_stands(
+    tmp_path: Path, tiny_args: list[str], book: Path
+) -> None:
+    """T37: from another folder, with relative data.path and paths.root, to a resume of the run;
+    Hydra's own chdir changes nothing, and nothing is left beside the sources."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "book.txt").write_bytes(book.read_bytes())
+    before = {p.name for p in ROOT.iterdir()}
+    args = [a for a in tiny_args if not a.startswith("data.path=")]
+    for steps in (5, 10):
+        more = ["data.path=text/book.txt", "paths.root=out", "run=r", "hydra.job.chdir=true"]
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *args, *more, f"trainer.max_steps={steps}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "text"]
+    assert [row["step"] for row in read_metrics(tmp_path / "out" / "runs" / "r")][-1] == 10
+    assert {p.name for p in ROOT.iterdir()} - before <= {"__pycache__"}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_sweep_gives_every_job_a_run_of_its_own(
+    root: Path, tiny_args: list[str], train_run: TrainRun
+) -> None:
+    """T38: two jobs, two runs; the second has the weights that it has alone."""
+    rates = "optimizer.lr=1e-3,1e-4"
+    assert train.main(["-m", *tiny_args, f"paths.root={root}", "run=s", rates]) == 0
+    assert sorted(p.name for p in (root / "runs").iterdir()) == ["s_0", "s_1"]
+    code, alone = train_run("optimizer.lr=1e-4", name="alone")
+    assert code == 0
+    a, b = weights(alone), weights(root / "runs" / "s_1")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert {p.name for p in root.iterdir()} <= {"runs", "shards", "sweeps", "out"}
+
+
+def test_a_job_that_fails_leaves_the_others_alone(
+    root: Path, tiny_args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """T38: the first can't be, the second runs; the sweep's exit code is the worst."""
+    sizes = "model.vocab_size=10,null"
+    code = train.main(["-m", *tiny_args, f"paths.root={root}", "run=s", sizes])
+    assert code == 2
+    assert "error: s_0: model.vocab_size=10 is below the 257 ids" in capsys.readouterr().err
+    assert read_metrics(root / "runs" / "s_1")[-1]["step"] == 20
+
+
+def test_resuming_takes_no_more_memory_than_starting(tmp_path: Path, tiny_args: list[str]) -> None:
+    """T27: the peak of a process that resumes, against one that starts, 16 M parameters."""
+    wide = [a for a in tiny_args if not a.startswith("model.n_embd=")]
+    wide += ["model.n_embd=768", "trainer.eval_every=null", "trainer.save_every=2"]
+    peaks = []
+    for steps in (2, 4):
+        script = (
+            "import resource, sys, train\n"
+            "code = train.main(sys.argv[1:])\n"
+            "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, code)"
+        )
+        more = [f"paths.root={tmp_path}", "run=r", f"trainer.max_steps={steps}"]
+        done = subprocess.run(
+            [sys.executable, "-c", script, *wide, *more],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        _, peak, code = done.stdout.strip().splitlines()[-1].split()
+        assert code == "0"
+        peaks.append(int(peak))
+    assert peaks[1] < 1.05 * peaks[0], peaks
