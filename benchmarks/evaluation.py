@@ -1,4 +1,4 @@
-"""Claim: validation takes at most 1.1 times its trunk and the head's product alone, and holds no
+"""Goal: validation takes at most 1.1 times its trunk and the head's product alone, and holds no
 tensor of logits.
 
 python benchmarks/evaluation.py [--model gpt2_124m] [--tokens 32768] [--windows 4] [--no-compile]

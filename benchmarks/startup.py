@@ -1,5 +1,5 @@
-"""Claims: `python train.py --help` and a mistake in the settings take 2.5 s; on prepared data the
-first step of `mini` ends within 12 s; what is ours adds 2 s to the import of torch.
+"""Goals: `python train.py --help` and a mistake in the settings take at most 2.5 s; on prepared
+data the first step of `mini` ends within 12 s; what is ours adds less than 2 s to torch's import.
 
 python benchmarks/startup.py [--rounds 5] [--only help mistake torch import cold warm]
 
