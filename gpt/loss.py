@@ -32,8 +32,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         vocab_size: int,
         dtype: torch.dtype,
+        with_grad: bool,
     ) -> Tensor:
-        with_grad = any(ctx.needs_input_grad[:2])
         w = weight.to(dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if with_grad else None
@@ -72,7 +72,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         d_hidden, d_weight = ctx.saved_tensors
         (scale,) = grad_outputs
-        return d_hidden * scale, d_weight * scale, None, None, None
+        return d_hidden * scale, d_weight * scale, None, None, None, None
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -85,8 +85,12 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_siz
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    # Inside, grad mode is off always, and a parameter needs its gradient under no_grad as well.
+    with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.autocast(device, enabled=False):
-        out: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size, dtype)
+        out: Tensor = _ChunkedCrossEntropy.apply(
+            hidden, weight, targets, vocab_size, dtype, with_grad
+        )
     return out
 
 

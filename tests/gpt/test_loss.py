@@ -62,3 +62,13 @@ def test_under_autocast_the_softmax_stays_in_float32() -> None:
         out = cross_entropy_sum(hidden, weight, targets, 512)
     assert out.dtype == torch.float32
     assert out.item() == pytest.approx(exact, rel=1e-3)
+
+
+def test_without_gradients_there_is_one_product() -> None:
+    """An evaluation takes the head's product, 2·N·C·V operations, and not those of its gradients."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    hidden, weight = torch.randn(50, 12), torch.nn.Parameter(torch.randn(128, 12))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        cross_entropy_sum(hidden, weight, torch.zeros(50, dtype=torch.int64), 101)
+    assert counter.get_total_flops() == 2 * 50 * 12 * 128
