@@ -140,7 +140,14 @@ def child(name: str, size: str, B: int, T: int) -> None:
 class Contestant:
     def __init__(self, name: str, args: argparse.Namespace, cache: str | None = None) -> None:
         self.name = name
-        command = [sys.executable, __file__, "--child", name, "--size", args.size]
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--child",
+            name,
+            "--size",
+            args.size,
+        ]
         command += ["--windows", str(args.windows), "--length", str(args.length)]
         environment = {**os.environ, **({"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {})}
         self.process = subprocess.Popen(
