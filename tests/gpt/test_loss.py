@@ -65,7 +65,7 @@ def test_under_autocast_the_softmax_stays_in_float32() -> None:
 
 
 def test_without_gradients_there_is_one_product() -> None:
-    """An evaluation takes the head's product, 2·N·C·V operations, and not those of its gradients."""
+    """An evaluation takes the head's product, 2·N·C·V operations, not those of its gradient."""
     from torch.utils.flop_counter import FlopCounterMode
 
     hidden, weight = torch.randn(50, 12), torch.nn.Parameter(torch.randn(128, 12))
