@@ -53,13 +53,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             index = target.clamp_min(0).unsqueeze(1)
             total -= (log_p.gather(1, index).squeeze(1) * counted).sum()
             if d_hidden is not None and d_weight is not None:
-                # d loss / d logits = softmax − one-hot, and zero where nothing is to be predicted
+                # d loss / d logits = softmax − one-hot. Where nothing is to be predicted it is 0,
+                # for which C numbers a row are set to zero and not V.
                 grad = log_p.exp_()
                 grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0))
-                grad.mul_(counted.unsqueeze(1))
                 if dtype != torch.float32:
                     grad = logits.copy_(grad)
-                d_hidden[chunk] = grad @ w
+                d_hidden[chunk] = (grad @ w).mul_(counted.unsqueeze(1))
+                x = x * counted.unsqueeze(1)
                 if dtype == torch.float32:
                     d_weight.addmm_(grad.t(), x)
                 else:
