@@ -30,9 +30,9 @@ def start(ranks: Ranks, machine: Runtime) -> None:
     if machine.config.parallel == Parallel.fsdp:
         if machine.dtype == torch.float16:
             raise ValueError(
-                "runtime.parallel=fsdp can not scale the loss for float16; only the rank that holds a "
-                "shard would see it overflow, and the ranks would part; use runtime.dtype=bfloat16 or "
-                "float32, or runtime.parallel=ddp"
+                "runtime.parallel=fsdp can not scale the loss for float16; only the rank that "
+                "holds a shard would see it overflow, and the ranks would part; use "
+                "runtime.dtype=bfloat16 or float32, or runtime.parallel=ddp"
             )
         if ranks.world_size == 1:
             machine.notes.append("runtime.parallel=fsdp on one process: there is nothing to shard")
@@ -153,15 +153,19 @@ def _shard(loss_of: NextTokenLoss, ranks: Ranks, machine: Runtime) -> nn.Module:
     """FSDP2, in place: each block is gathered when its turn comes, and its gradients are shared out
     after it; the embeddings and the last norm are one more such group.
 
-    Blocks are gathered in the run's dtype, half the bytes in bfloat16, and reduced in float32.
-    Their inputs are not cast, so that the residual stream stays float32, as under autocast alone.
+    On a GPU blocks are gathered in the run's dtype, half the bytes in bfloat16; gradients are
+    reduced in float32. Their inputs are not cast, so that the residual stream stays float32, as
+    under autocast alone. On a CPU they are gathered as they are: its autocast leaves layer_norm
+    alone, which takes no bfloat16 weight beside a float32 input.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(machine.device.type, (ranks.world_size,))
     policy = MixedPrecisionPolicy(
-        param_dtype=machine.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=machine.dtype if machine.device.type == "cuda" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
     for block in loss_of.model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -491,34 +491,3 @@ def test_wandb_offline_writes_one_run_and_asks_nothing(
     assert len(list((run / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
     assert read_metrics(run)[-1]["step"] == 20
     assert (folders.read_state(run / "checkpoints" / "latest") or {})["tracker_run_id"]
-
-
-def torchrun(ranks: int, *args: str, timeout: float = 240) -> "subprocess.CompletedProcess[str]":
-    base = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*base, f"--nproc_per_node={ranks}", "train.py", *args],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-
-
-def test_two_ranks_learn_what_one_learns(tmp_path: Path, tiny_args: list[str]) -> None:
-    """DDP over gloo: the same losses with dropout 0.1, one run folder, validation shared."""
-    args = [*tiny_args, *DROPOUT, "trainer.log_every=1", "trainer.max_steps=6"]
-    args += ["trainer.eval_every=3", "trainer.eval_tokens=480"]  # 15 windows: an odd number (T33)
-    done = torchrun(2, *args, f"paths.root={tmp_path}", "run=two")
-    assert done.returncode == 0, done.stderr
-    alone = command(*args, f"paths.root={tmp_path}", "run=one")
-    assert alone.returncode == 0, alone.stderr
-    one, two = (read_metrics(tmp_path / "runs" / name) for name in ("one", "two"))
-    assert [r["step"] for r in two] == [1, 2, 3, 4, 5, 6]
-    for a, b in zip(one, two, strict=True):
-        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
-        if "val/loss" in a:
-            assert b["val/loss"] == pytest.approx(a["val/loss"], rel=1e-6)
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["one", "two"]
-    assert done.stdout.count("done: 6 steps") == 1
