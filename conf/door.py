@@ -50,17 +50,22 @@ def door(command: Callable[[list[str]], int], consequence: str) -> NoReturn:
         code = 128 + number
     except Exception as e:
         if ranks.world_size > 1 and "Connection" in str(e):
-            # Another rank is gone, and has said why; torchrun ends this one meanwhile.
-            code = _fail(f"rank {ranks.rank} has lost another rank; see the error above", 1, ranks)
+            said = f"rank {ranks.rank} has lost another rank; see the error above"
+            code = _fail(said, 1, ranks, known=True)
         else:
             traceback.print_exc()
             code = 1
     leave(ranks, code)
 
 
-def _fail(message: str, code: int, ranks: Ranks) -> int:
-    """One line on stderr, from one rank."""
-    if not ranks.is_main:
-        time.sleep(3)  # where the main rank fails too, torchrun ends this one meanwhile
-    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+def _fail(message: str, code: int, ranks: Ranks, known: bool = False) -> int:
+    """One line on stderr, from one rank: torchrun ends all when it sees one fail, and so those
+    that others may speak for (`known`: that one has) wait before they repeat it."""
+    if known or not ranks.is_main:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(3)
+    line = " ".join(message.split())
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)  # no escape acts
+    print(f"error: {line}", file=sys.stderr, flush=True)
     return code

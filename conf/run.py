@@ -63,7 +63,7 @@ def _train(
 
     name = config.run or distributed.from_main(_new_name(root), ranks)
     folder = root / "runs" / name
-    if ranks.is_main and folder.is_dir():
+    if locked := ranks.is_main and folder.is_dir():
         locks.enter_context(_lock(folder))
         folders.recover(folder / "checkpoints")
     distributed.barrier(ranks)
@@ -107,10 +107,13 @@ def _train(
         config.trainer.check_batch(config.model.block_size, ranks.world_size)
 
     if ranks.is_main:
-        if not folder.is_dir():
-            folder.mkdir(parents=True)
+        if not locked:
+            folder = _claim(folder, config.run is not None)
             locks.enter_context(_lock(folder))
         _create(folder, config, overrides)
+    name = distributed.from_main(folder.name, ranks)
+    folder = root / "runs" / name
+    continue_with = f"python train.py run={name}" + _root_override(overrides)
     tracker.open(
         folder,
         to_plain(config),
@@ -205,6 +208,21 @@ def _lock(run: Path) -> Iterator[None]:
                 "other; wait for it, stop it, or choose another run=NAME"
             ) from None
         yield
+
+
+def _claim(folder: Path, named: bool) -> Path:
+    """Make the folder of a new run, which another start may have made since it was looked for."""
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if named:
+                raise ValueError(
+                    f"run {folder.name} was begun by another process just now; two would write "
+                    "over each other; wait for it, stop it, or choose another run=NAME"
+                ) from None
+            folder = folder.with_name(_new_name(folder.parent.parent))
 
 
 def _root_override(overrides: list[str]) -> str:

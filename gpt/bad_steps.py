@@ -36,6 +36,7 @@ class Progress:
     skipped: int = 0  # steps without an update
     skipped_in_row: int = 0
     rollbacks_in_row: int = 0
+    rollback_step: int | None = None  # the newest saved by plan: clock and signals move nothing
     left_out: list[list[int]] = field(default_factory=list)  # [from step, windows passed over]
     past_losses: list[float] = field(default_factory=list)  # of gpt/spikes.py
     unevaluated: dict[str, float] | None = None  # a row whose evaluation a signal cut short

@@ -86,7 +86,7 @@ def write(
         name: {"sha256": sha256(temporary / name), "size": (temporary / name).stat().st_size}
         for name in files
     }
-    _write_json(temporary / STATE, {"format": FORMAT, **state, "files": sums})
+    _write_json(temporary / STATE, folders.seal({"format": FORMAT, **state, "files": sums}))
     for name in (STATE, "training", "."):
         _sync(temporary / name)
     if folder.exists():  # a run that went back to an earlier step writes this one anew

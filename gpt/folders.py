@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2  # 1 had no sum of state.json itself
 STATE = "state.json"
 WEIGHTS = "model.safetensors"
 MOMENTS = "training/optimizer.safetensors"
@@ -129,6 +129,8 @@ def read_state(folder: str | Path) -> dict[str, Any] | None:
             )
         if not isinstance(state["files"], dict) or not isinstance(state["step"], int):
             raise KeyError("files, step")
+        if state.pop("sha256") != _own_sum(state):
+            raise KeyError("sha256")
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
         raise ValueError(
             f"{path} is truncated or altered ({type(e).__name__}); the checkpoint can't be "
@@ -136,6 +138,17 @@ def read_state(folder: str | Path) -> dict[str, Any] | None:
         ) from e
     out: dict[str, Any] = state
     return out
+
+
+def seal(state: dict[str, Any]) -> dict[str, Any]:
+    """With the sum of its own values, so that a change in state.json itself shows."""
+    state = {key: value for key, value in state.items() if key != "sha256"}
+    return {**state, "sha256": _own_sum(state)}
+
+
+def _own_sum(state: dict[str, Any]) -> str:
+    as_read = json.loads(json.dumps(state))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path, training: bool = True) -> dict[str, Any]:
@@ -209,13 +222,14 @@ def link(name: str, folder: Path) -> None:
     os.replace(temporary, folder.parent / name)
 
 
-def prune(checkpoints: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` and the best, and what interrupted saves left.
+def prune(checkpoints: Path, keep_last: int, keep_step: int | None = None) -> None:
+    """Remove all but the newest `keep_last`, the best and that of `keep_step`, and what interrupted
+    saves left.
 
     Newer than `latest` is only what was found damaged: it isn't counted, and is left to its owner.
     """
     links = [checkpoints / name for name in ("latest", "best")]
-    keep = {link.resolve().name for link in links if link.exists()}
+    keep = {link.resolve().name for link in links if link.exists()} | {step_name(keep_step or 0)}
     newest = links[0].resolve().name if links[0].exists() else None
     known = [p for p in steps(checkpoints) if newest is None or _number(p.name) <= _number(newest)]
     for folder in known[:-keep_last]:

@@ -48,7 +48,7 @@ class Saver:
             folders.link("latest", folder)
             if best:
                 folders.link("best", folder)
-            folders.prune(self.checkpoints, self.keep_last)
+            folders.prune(self.checkpoints, self.keep_last, state.get("rollback_step"))
             self.saved_step = state["step"]
         except Exception as e:  # of a thread: it is raised again by the loop
             if isinstance(e, OSError):

@@ -99,8 +99,7 @@ class Watchdog:
             if still < self.seconds:
                 continue
             stack = traceback.extract_stack(sys._current_frames()[self._thread])
-            waiting = any("distributed" in frame.filename for frame in stack[-4:])
-            if waiting and still < self.seconds + 10:
+            if waits_for_others(stack) and still < self.seconds + 10:
                 continue
             place = stack[-1]
             os.write(
@@ -111,3 +110,11 @@ class Watchdog:
                 "(runtime.hang_minutes=null waits without end)\n".encode(),
             )
             os._exit(1)
+
+
+def waits_for_others(stack: traceback.StackSummary) -> bool:
+    """Whether a thread that stands still may be waiting for other ranks: inside a collective, in
+    the backward pass, whose hooks reduce gradients, or for a device that does either."""
+    last = stack[-4:]
+    inside = any("distributed" in f.filename or "autograd" in f.filename for f in last)
+    return inside or any(word in (last[-1].line or "") for word in (".tolist()", ".cpu()"))

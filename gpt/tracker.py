@@ -227,7 +227,7 @@ class Tracker:
 
     def _write_log(self, line: str) -> None:
         assert self._log is not None
-        self._append(self._log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
+        self._append(self._log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(line)}")
 
     def _give_up_wandb(self, error: Exception) -> None:
         import wandb

@@ -110,7 +110,6 @@ class Trainer:
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="windows")
         self.ahead: tuple[int, Future[Batch]] | None = None
         self.stop_signal: int | None = None  # the one all ranks agreed on
-        self.saves_begun = progress.step > 0  # on every rank, unlike saver.saved_step
         self.last_save = time.monotonic()
         self.first_line = True
 
@@ -135,7 +134,8 @@ class Trainer:
         loss, grad_norm = torch.stack([total / config.batch_tokens, norm]).tolist()
         lr = self.peak_lr * lr_scale(self.schedule, progress.step, config.max_steps)
         done = Update(loss, grad_norm, lr)
-        verdict, name_windows = self.judge.verdict(done, progress, self.saves_begun)
+        saved = progress.rollback_step is not None
+        verdict, name_windows = self.judge.verdict(done, progress, saved)
         if name_windows:
             self.judge.name_windows(losses, self._starts(progress.step), self.train.describe)
             self.judge.check_patience(done, progress)
@@ -155,16 +155,13 @@ class Trainer:
         return done if taken else None
 
     def _roll_back(self) -> bool:
-        """To the newest checkpoint, passing over the windows of all steps since; False where none
-        could be written."""
+        """To the newest checkpoint that was planned, passing over the windows of all steps since;
+        False where it could not be written."""
         self.saver.wait()
-        found = folders.newest_whole(self.saver.checkpoints)[0] if self.ranks.is_main else None
-        name = distributed.from_main(str(found) if found else None, self.ranks)
-        if name is None:
+        folder = self.saver.checkpoints / folders.step_name(self.progress.rollback_step or 0)
+        if not distributed.from_main(self.ranks.is_main and folder.is_dir(), self.ranks):
             return False
-        folder = Path(name)
-        state = folders.read_state(folder)
-        assert state is not None
+        state = folders.verify(folder)
         spent = self.progress.step + 1 - state["step"]
         rollbacks = self.progress.rollbacks_in_row
         left_out = [*self.progress.left_out, [state["step"], spent * self.windows_per_step]]
@@ -288,7 +285,6 @@ class Trainer:
             }
             self.saver.start(taken, state, best)
         self.last_save = time.monotonic()
-        self.saves_begun = True
 
     def _check_saves(self, final: bool = False) -> None:
         """Say that a save of the main rank has failed; raise its error where that ends the run."""
@@ -359,7 +355,6 @@ class Trainer:
                 row |= {"train/loss": done.loss, "lr": done.lr, "grad_norm": done.grad_norm}
             if self.progress.skipped:
                 row["skipped"] = self.progress.skipped
-            row |= self.meter.row()
         text = f"loss {done.loss:.3f}  lr {done.lr:.2e}" if done else "skipped"
         self._look(row, evaluate, text)
 
@@ -380,6 +375,8 @@ class Trainer:
                 if math.isfinite(val_loss) and (best is None or val_loss < best):
                     progress.best_val_loss, progress.best_step = val_loss, step
                     better = True
+        if row and self.meter.steps:  # none, where a cut evaluation was made up for
+            row |= self.meter.row()  # after the evaluation, which the wall clock counts
         if row and progress.unevaluated is None:
             self.tracker.log(row)
         rate, left = self.meter.rate(), self.meter.left(config.max_steps - step)
@@ -389,7 +386,6 @@ class Trainer:
         # One more line early on, once it is known how long the rest takes.
         self.first_line = left is None
         if self._save_is_due(better):
-            progress.rollbacks_in_row = 0
             self.save(best=better)
         if step < config.max_steps and _due(step, config.sample_every):
             self.show_sample()
@@ -407,8 +403,10 @@ class Trainer:
             self._check_saves()
         self.stop_signal = signal_ or None
         step = self.progress.step
-        every = _due(step, self.config.save_every) or step == self.config.max_steps
-        return every or better or bool(by_time_) or self.stop_signal is not None
+        if _due(step, self.config.save_every) or better:
+            self.progress.rollback_step, self.progress.rollbacks_in_row = step, 0
+            return True
+        return step == self.config.max_steps or bool(by_time_) or self.stop_signal is not None
 
 
 def _due(step: int, every: int | None) -> bool:

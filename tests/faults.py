@@ -107,6 +107,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def fill(disk: str) -> None:
     """Write until there is no room, then leave a page of it: logs can still be written."""
     with open(Path(disk) / "filler", "wb", buffering=0) as file:
@@ -144,11 +148,30 @@ def lose_shards(on_rank: int) -> None:
     """This rank alone can't see the training shards."""
     if rank() != on_rank:
         return
-    load = np.load
 
-    def lost(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if "train_0" in str(path):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        return load(path, *args, **kwargs)
+    def without_shards(inner: Any) -> Any:
+        def lost(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if "train_0" in str(path):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            return inner(path, *args, **kwargs)
 
-    np.load = lost
+        return lost
+
+    np.load, np.memmap = without_shards(np.load), without_shards(np.memmap)  # type: ignore[misc]
+
+
+def turn_the_clock_back() -> None:
+    """Every look at the wall clock is an hour before the last one, down to one same second."""
+    now = time.time()
+    strftime = time.strftime
+
+    def earlier() -> float:
+        nonlocal now
+        now = max(now - 3600, 1e9)
+        return now
+
+    def formatted(form: str, t: Any = None) -> str:
+        return strftime(form, t if t is not None else time.gmtime(1e9))
+
+    time.time = earlier
+    time.strftime = formatted  # type: ignore[assignment]

@@ -110,9 +110,9 @@ def _work(
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
-    _tell(*at)
     if hook is not None:
         hook()
+    _tell(*at)
     sys.argv = ["train.py", *args]
     door(train.main, "the run can't go on without it")
 

@@ -106,6 +106,22 @@ def test_a_rollback_leaves_the_windows_out_also_after_a_kill(
     assert_same_run(tmp_path / "killed" / "runs" / "r", tmp_path / "whole" / "runs" / "r")
 
 
+def test_where_a_rollback_goes_is_planned(tmp_path: Path, book: Path) -> None:
+    """A signal at step 43, or the clock, saves one more checkpoint; a spike at 46 goes back to 40
+    all the same, and the end is that of the run without signal."""
+    spike = partial(faults.scale_loss, 10.0, [45], None, True)
+    more = ["trainer.on_spike=rollback", "trainer.keep_last=1"]
+    whole = arguments(book, tmp_path / "whole", *more)
+    assert Run(whole, tmp_path / "out", hook=spike).codes() == [0]
+    args = arguments(book, tmp_path / "a", *more)
+    stop = partial(faults.before_update, 42, faults.interrupt)
+    run = Run(args, tmp_path / "out", hook=partial(faults.all_of, spike, stop))
+    assert run.codes() == [130] and "saved at step 43" in run.text(), run.text()
+    run = Run(args, tmp_path / "out", hook=spike)
+    assert run.codes() == [0] and "back to step 40" in run.text(), run.text()
+    assert_same_run(tmp_path / "a" / "runs" / "r", tmp_path / "whole" / "runs" / "r")
+
+
 def test_a_rollback_reads_other_windows(tmp_path: Path, book: Path) -> None:
     """Steps 41 to 60 of a run that went back by 6 steps are steps 47 to 66 of the data: with the
     rate constant and no dropout, step 41's loss is that of the weights after 40 on step 47's

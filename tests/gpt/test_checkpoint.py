@@ -95,7 +95,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format": 1}', "[]", '{"format": 1, "files": 3}'])
+@pytest.mark.parametrize("text", ["", "{", '{"format": 2}', "[]", '{"format": 2, "files": 3}'])
 def test_a_broken_state_is_named(tmp_path: Path, text: str) -> None:
     path = save(tmp_path)
     (path / "state.json").write_text(text)
@@ -115,7 +115,7 @@ def test_a_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path)
     state = json.loads((path / "state.json").read_text())
     state["files"]["../secret"] = {"sha256": "", "size": 0}
-    (path / "state.json").write_text(json.dumps(state))
+    (path / "state.json").write_text(json.dumps(folders.seal(state)))
     with pytest.raises(ValueError, match="outside its folder"):
         folders.verify(path)
 
