@@ -73,7 +73,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         d_hidden, d_weight = ctx.saved_tensors
         (scale,) = grad_outputs
-        return d_hidden * scale, d_weight * scale, None, None, None, None
+        # In place: a copy of the weight's gradient would count in the step's peak memory. A second
+        # backward over the same graph is refused by torch, since saved tensors have changed.
+        return d_hidden.mul_(scale), d_weight.mul_(scale), None, None, None, None
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:

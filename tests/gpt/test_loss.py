@@ -35,6 +35,15 @@ def test_chunks_change_nothing(chunk_rows: int, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
 
 
+def test_a_second_backward_is_refused_and_not_wrong() -> None:
+    """Gradients are scaled in place: a second pass would scale them twice."""
+    hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(64, 4, requires_grad=True)
+    out = 2 * cross_entropy_sum(hidden, weight, torch.arange(8), 50)
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
 def test_nothing_to_predict_is_nothing_to_learn() -> None:
     hidden = torch.randn(8, 4, requires_grad=True)
     weight = torch.randn(64, 4, requires_grad=True)
