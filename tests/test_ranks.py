@@ -352,9 +352,10 @@ def test_what_wrapped_runs_save_loads_everywhere(world: World, book: Path, paral
 # --- as a command
 
 
-def torchrun(ranks: int, *args: str) -> "subprocess.Popen[str]":
+def torchrun(ranks: int, *args: str, handle: str = "") -> "subprocess.Popen[str]":
     """The documented command, on a free port."""
     base = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    base += [f"--signals-to-handle={handle}"] if handle else []
     return subprocess.Popen(
         [*base, f"--nproc_per_node={ranks}", "train.py", *args],
         cwd=ROOT,
@@ -379,6 +380,27 @@ def test_two_jobs_of_two_ranks_on_one_machine(tmp_path: Path, book: Path) -> Non
         assert [p.name for p in runs.iterdir()] == [name]
         assert len(list((runs / name / "wandb").glob("offline-run-*"))) == 1
         assert [row["step"] for row in read_metrics(runs / name)] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_torchrun_passes_slurms_signal_on(tmp_path: Path, book: Path) -> None:
+    """SIGUSR1 to torchrun, as docs/parallel.md has it: saved, ended, and the run goes on."""
+    args = [f"paths.root={tmp_path}", "run=r"]
+    first = [*SETTINGS, "data=text", f"data.path={book}", "trainer.max_steps=100000", *args]
+    job = torchrun(2, *first, handle="SIGTERM,SIGINT,SIGUSR1")
+    assert job.stdout is not None
+    for line in job.stdout:
+        if line.split()[:1] == ["step"] and int(line.split()[1].split("/")[0]) >= 20:
+            job.send_signal(signal.SIGUSR1)
+            break
+    out, error = job.communicate(timeout=60)
+    assert job.returncode == 1, error
+    step = (folders.read_state(tmp_path / "runs" / "r" / "checkpoints" / "latest") or {})["step"]
+    assert step >= 20 and f"saved at step {step}" in out
+    again = torchrun(2, *args, f"trainer.max_steps={step + 2}")
+    out, error = again.communicate(timeout=100)
+    assert again.returncode == 0, error
+    assert f"continuing after step {step}" in out
 
 
 @pytest.mark.slow
