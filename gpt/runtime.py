@@ -149,6 +149,12 @@ def compile_blocks(model: nn.Module) -> None:
     about the same speed; and the embedding must stay outside, since its compiled backward adds
     in any order and the bits of a run would differ from one process to the next.
     """
+    from torch._inductor import config
+
+    if config.cpp.vec_isa_ok is None:
+        # Else each instruction set that the processor reports is tried out first, by compiling a
+        # program and running it beside another torch: 6 of 20 seconds of a first start.
+        config.cpp.vec_isa_ok = True
     for block in _blocks(model):
         block.body = torch.compile(block.body, dynamic=False)
 
