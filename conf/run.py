@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from conf.door import RunError
 from conf.schema import Config, to_plain
-from data.prepare import prepare
+from data.prepare import prepare, standing
 from data.shards import Manifest, load_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.windows import Windows
@@ -37,6 +37,7 @@ SCIENCE = {
     "data": ["stride", "document_mask"],
 }
 SAMPLE_TOKENS = 128
+OTHER_TEXT = "going on would train on other text; restore the data, or start a new run"
 
 
 def train(config: Config, overrides: list[str]) -> int:
@@ -82,13 +83,12 @@ def _train(
             return 0
 
     source = folders.find_weights(config.init_from, root) if config.init_from else None
-    shards = Path(distributed.from_main(_prepare(config, root, tracker, ranks), ranks))
+    shards = Path(distributed.from_main(_prepare(config, root, tracker, ranks, state), ranks))
     manifest = load_manifest(shards)
     if state is not None and state["data_fingerprint"] != manifest.fingerprint:
         raise ValueError(
             f"the data of run {name} was {state['data_fingerprint'][:12]} and {shards} is "
-            f"{manifest.fingerprint[:12]}; going on would train on other text; restore the data, "
-            "or start a new run"
+            f"{manifest.fingerprint[:12]}; {OTHER_TEXT}"
         )
     config.model.vocab_size = _vocab_size(config, manifest)
     train_windows, val_windows = _open(config, shards, manifest)
@@ -177,9 +177,21 @@ def _train(
 # --- before
 
 
-def _prepare(config: Config, root: Path, tracker: Tracker, ranks: Ranks) -> str | None:
+def _prepare(
+    config: Config, root: Path, tracker: Tracker, ranks: Ranks, state: dict[str, Any] | None
+) -> str | None:
     """The main rank prepares; the others are told where."""
-    return str(prepare(config.data, root, tracker.say)) if ranks.is_main else None
+    if not ranks.is_main:
+        return None
+    if state is not None:  # preparing would replace the shards that the run was trained on
+        now = standing(config.data, root)
+        if now.surely and now.fingerprint == state["data_fingerprint"]:
+            raise ValueError(
+                f"the data of run {config.run} has changed: {now.changed}; {OTHER_TEXT}"
+            )
+    shards = prepare(config.data, root, tracker.say, tracker.live if tracker.has_terminal else None)
+    tracker.pause()
+    return str(shards)
 
 
 def _new_name(root: Path) -> str:

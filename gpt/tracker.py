@@ -18,6 +18,8 @@ from urllib.parse import urlparse
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.status import Status
+from rich.text import Text
 
 WANDB_SITE = "https://api.wandb.ai"
 
@@ -107,6 +109,7 @@ class Tracker:
         self._wandb: Any = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._status: Status | None = None
         self._before: list[str] = []  # said before there was a folder
 
     def __enter__(self) -> Tracker:
@@ -182,8 +185,22 @@ class Tracker:
         elif row_due:
             self.say(line)
 
+    @property
+    def has_terminal(self) -> bool:
+        return self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def live(self, text: str) -> None:
+        """A line that the next one replaces, until `pause`; of what comes before the first step."""
+        if self._status is None:
+            self._status = self.console.status("")
+            self._status.start()
+        self._status.update(Text(printable(text), no_wrap=True, overflow="ellipsis"))
+
     def pause(self) -> None:
         """Take the live line away, for text that should stand alone."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -318,6 +318,21 @@ def test_a_resume_on_other_data_is_refused(
         train_run(f"data.path={other}", "trainer.max_steps=40")
 
 
+def test_text_that_has_changed_is_refused_before_it_is_prepared(
+    train_run: TrainRun, tmp_path: Path, book: Path
+) -> None:
+    """The shards that the run was trained on stay: with the text put back, it goes on."""
+    text = tmp_path / "mine.txt"
+    text.write_bytes(book.read_bytes())
+    train_run(f"data.path={text}")
+    with text.open("a") as file:
+        file.write("one line more\n")
+    with pytest.raises(ValueError, match=r"the data of run r has changed: .*mine.txt"):
+        train_run(f"data.path={text}", "trainer.max_steps=21")
+    text.write_bytes(book.read_bytes())
+    assert train_run(f"data.path={text}", "trainer.max_steps=21")[0] == 0
+
+
 def test_the_same_data_at_another_path_is_no_other_data(
     train_run: TrainRun, finished: Path, tmp_path: Path, book: Path
 ) -> None:
