@@ -254,8 +254,9 @@ def recover(checkpoints: Path) -> None:
             return
         if state is not None:
             link("latest", newest)
-            if (best := checkpoints / step_name(state.get("best_step") or 0)).is_dir():
-                link("best", best)
+            best = state.get("best_step")
+            if isinstance(best, int) and (checkpoints / step_name(best)).is_dir():
+                link("best", checkpoints / step_name(best))
 
 
 def put_back(checkpoints: Path) -> None:
