@@ -78,7 +78,9 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         runs = {
-            name: train(Path(folder), name.replace(" ", "").replace(",", "_"), parts, parallel)
+            name: train(
+                Path(folder), "_".join(("run", *name.replace(",", "").split())), parts, parallel
+            )
             for name, (parts, parallel) in contestants.items()
         }
     one = runs["1 rank"]
