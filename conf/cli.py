@@ -23,11 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.door import RunError
-from conf.schema import GROUPS, Config, register, to_config
+from conf.schema import GROUPS, Config, PathsConfig, register, to_config
 from gpt import folders
 from gpt.config import TrainerConfig
 
 CONF = Path(__file__).parent
+_NUMBER = re.compile(r"[+-]?[\d._]+(e[+-]?\d+)?|true|false|nan|[+-]?inf", re.IGNORECASE)
 FLAGS = {
     *("-h", "--help", "--hydra-help", "--version", "-m", "--multirun", "-c", "--cfg"),
     *("--resolve", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"),
@@ -66,7 +67,7 @@ def compose_and_run(command: Callable[[Config, list[str]], int], argv: list[str]
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us, instead of several lines and exit 1
     before = sys.argv
-    sys.argv = [before[0], *argv]
+    sys.argv = [before[0], *map(_as_text, argv)]
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(collect)()
         configs = [(to_config(composed), overrides) for composed, overrides in jobs]
@@ -86,6 +87,15 @@ def _job(command: Callable[[Config, list[str]], int], config: Config, overrides:
     except (ValueError, OSError, RunError) as e:
         print(f"error: {config.run}: {' '.join(str(e).split())}", file=sys.stderr, flush=True)
         return 1 if isinstance(e, RunError) else 2
+
+
+def _as_text(argument: str) -> str:
+    """Quote what Hydra would take for a number though the setting is a text: run=1_0, run=1e3."""
+    key, _, value = argument.partition("=")
+    group, _, name = key.rpartition(".")
+    nodes = [*_schemas().get(group, {}).values()] if group else [Config]
+    is_text = any(f.name == name and "str" in str(f.type) for node in nodes for f in fields(node))
+    return f"{key}='{value}'" if is_text and _NUMBER.fullmatch(value) else argument
 
 
 def merge_overrides(*lists: list[str]) -> list[str]:
@@ -165,7 +175,7 @@ def _line(text: str) -> str:
 
 
 def _schemas() -> dict[str, dict[str, Any]]:
-    return {**GROUPS, "trainer": {"trainer": TrainerConfig}}
+    return {**GROUPS, "trainer": {"trainer": TrainerConfig}, "paths": {"paths": PathsConfig}}
 
 
 def _group(class_name: str) -> str:

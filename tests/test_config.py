@@ -147,3 +147,15 @@ def test_help_names_every_option() -> None:
     for group in ("experiment", "model", "data", "optimizer", "schedule"):
         options = {p.stem for p in (CONF / group).glob("*.yaml")} - {"common"}
         assert options <= named, options - named
+
+
+@pytest.mark.parametrize("name", ["1_0", "1e3", "007", "2.50", "true"])
+def test_a_name_that_looks_like_a_number_stays_a_name(name: str) -> None:
+    seen = []
+
+    def look(config: Config, overrides: list[str]) -> int:
+        seen.append((config.run, config.paths.root, config.trainer.seed))
+        return 0
+
+    compose_and_run(look, [f"run={name}", f"paths.root={name}", "trainer.seed=1_0"])
+    assert seen == [(name, name, 10)]
