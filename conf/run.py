@@ -22,7 +22,7 @@ from data.windows import Windows
 from gpt import checkpoint, distributed, folders, runtime
 from gpt.autobatch import find_micro_batch_size
 from gpt.bad_steps import Progress, StepError
-from gpt.config import Parallel
+from gpt.config import OnSpike, Parallel
 from gpt.generate import generate
 from gpt.model import GPT
 from gpt.ranks import Ranks, find_ranks
@@ -394,6 +394,12 @@ def _announce(
         f"machine: {machine.device}, {kind}, "
         f"{'compiled (takes a while at the first step)' if machine.compile else 'not compiled'}"
     )
+    if t.on_spike != OnSpike.log:
+        when = ", and on when it saves" if t.on_spike == OnSpike.rollback else ""
+        tracker.say(
+            f"note: trainer.on_spike={t.on_spike.value}: what this run learns depends on where its "
+            f"losses jump{when}"
+        )
     for note in machine.notes:
         tracker.say(f"note: {note}")
     begun = "continued" if resumed else "new"
