@@ -80,7 +80,7 @@ def test_a_spike_is_logged_or_skipped(what: str, tmp_path: Path, book: Path) -> 
     assert by_step[60].get("skipped") == (None if what == "log" else 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rollback_leaves_the_windows_out_also_after_a_kill(
     ranks: int, tmp_path: Path, book: Path
 ) -> None:
@@ -106,6 +106,7 @@ def test_a_rollback_leaves_the_windows_out_also_after_a_kill(
     assert_same_run(tmp_path / "killed" / "runs" / "r", tmp_path / "whole" / "runs" / "r")
 
 
+@pytest.mark.slow
 def test_where_a_rollback_goes_is_planned(tmp_path: Path, book: Path) -> None:
     """A signal at step 43, or the clock, saves one more checkpoint; a spike at 46 goes back to 40
     all the same, and the end is that of the run without signal."""

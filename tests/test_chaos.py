@@ -218,7 +218,10 @@ def signalled(book: Path, root: Path) -> list[str]:
     return [*args, "trainer.eval_tokens=8192", "trainer.log_every=5"]
 
 
-@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize(
+    "number",
+    [n if n == signal.SIGTERM else pytest.param(n, marks=pytest.mark.slow) for n in CODES],
+)
 @pytest.mark.parametrize("phase", [PREPARING, TRAINING, EVALUATING, SAVING])
 def test_a_signal_saves_and_the_rest_is_the_same(
     phase: int, number: signal.Signals, tmp_path: Path, book: Path, whole: Callable[[int], Path]
@@ -553,6 +556,7 @@ def test_two_new_runs_at_once_have_two_folders(tmp_path: Path, book: Path) -> No
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
+@pytest.mark.slow
 def test_nothing_depends_on_the_clock(
     tmp_path: Path, book: Path, whole: Callable[[int], Path]
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_job_that_fails_leaves_the_others_alone(
     assert read_metrics(root / "runs" / "s_1")[-1]["step"] == 20
 
 
+@pytest.mark.slow
 def test_resuming_takes_no_more_memory_than_starting(tmp_path: Path, tiny_args: list[str]) -> None:
     """T27: the peak of a process that resumes, against one that starts, 16 M parameters."""
     wide = [a for a in tiny_args if not a.startswith("model.n_embd=")]

@@ -180,6 +180,7 @@ def test_a_split_without_shards_is_refused(tmp_path):
         Windows(tmp_path, "val", 32)
 
 
+@pytest.mark.slow
 def test_offsets_and_counts_beyond_32_bits_are_exact(tmp_path):  # D12
     """A sparse file of 2.6e9 ids with one that is not 0, at index 2.5e9; shards sum past 2^32."""
     n, at = 2_600_000_000, 2_500_000_000

@@ -344,7 +344,8 @@ folder = Path(sys.argv[1])
 with Tracker(TrackerConfig(wandb=WandbMode.offline, project="p"), is_main=True) as tracker:
     tracker.open(folder, {"a": 1}, None, 0)
     tracker.log({"step": 1})
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    tasks = Path("/proc/self/task").iterdir()  # any thread may have started it
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
     assert children
     for child in children:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # W&B may reap it itself
