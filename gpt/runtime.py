@@ -149,8 +149,12 @@ def compile_blocks(model: nn.Module) -> None:
     about the same speed; and the embedding must stay outside, since its compiled backward adds
     in any order and the bits of a run would differ from one process to the next.
     """
+    from torch._functorch import config as partitioner
     from torch._inductor import config
 
+    # The backward pass makes layer norms and GELU again where it needs them for a product: a third
+    # of a layer's activations less to keep, for a hundredth of its time.
+    partitioner.ban_recompute_materialized_backward = False
     if config.cpp.vec_isa_ok is None:
         # Else each instruction set that the processor reports is tried out first, by compiling a
         # program and running it beside another torch: 6 of 20 seconds of a first start.
