@@ -6,7 +6,7 @@ sample. With no arguments: the quickstart. `run=NAME` continues a run.
 
 from __future__ import annotations
 
-from conf.cli import compose_and_run, merge_overrides, run_of, stored_overrides
+from conf.cli import compose_and_run, joined, merge_overrides, run_of, stored_overrides
 from conf.door import door
 from conf.schema import Config
 from gpt.ranks import find_ranks
@@ -24,6 +24,7 @@ def train(config: Config, overrides: list[str]) -> int:
 def arguments(argv: list[str]) -> list[str]:
     """The command line, after what the run it names was started with, and the shape of the
     weights it starts from."""
+    argv = joined(argv)
     run, root = run_of(argv)
     stored = stored_overrides(root / "runs" / run) if run else []
     given = merge_overrides(stored, [a for a in argv if not a.startswith("-")])

@@ -29,10 +29,22 @@ from gpt.config import TrainerConfig
 
 CONF = Path(__file__).parent
 _NUMBER = re.compile(r"[+-]?[\d._]+(e[+-]?\d+)?|true|false|nan|[+-]?inf", re.IGNORECASE)
+VALUED = {"-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"}
 FLAGS = {
     *("-h", "--help", "--hydra-help", "--version", "-m", "--multirun", "-c", "--cfg"),
     *("--resolve", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"),
 }
+
+
+def joined(argv: list[str]) -> list[str]:
+    """Flags with their values in one piece: --cfg job → --cfg=job."""
+    out: list[str] = []
+    for argument in argv:
+        if out and out[-1] in VALUED and not argument.startswith("-"):
+            out[-1] += f"={argument}"
+        else:
+            out.append(argument)
+    return out
 
 
 def compose_and_run(command: Callable[[Config, list[str]], int], argv: list[str]) -> int:
@@ -41,6 +53,7 @@ def compose_and_run(command: Callable[[Config, list[str]], int], argv: list[str]
     Returns the command's exit code; in a sweep (-m) the worst of its jobs. Mistakes come out as
     ValueError with a one-line message.
     """
+    argv = joined(argv)
     for argument in argv:
         flag = argument.partition("=")[0]
         if argument.startswith("-") and flag not in FLAGS:
@@ -158,6 +171,11 @@ def explain(error: Exception) -> str:
         return _unknown(key)
     if match := find(r"'(\w+)' object has no attribute '(\w+)'"):  # +key=…, which slots refuse
         return _unknown(_group(match[1]) + match[2])
+    if find(r"mismatched input|extraneous input|token recognition|no viable alternative"):
+        return (
+            "a setting can't be parsed; nothing was started; quote values that hold "
+            "= , ( ) [ ] { } or quotes twice, as in \"data.path='my text, [1].txt'\""
+        )
     if match := find(r"Error parsing override '(.*?)'\n|at input '(.*?)'"):
         return (
             f"{match[1] or match[2]} can't be parsed; nothing was started; quote values that hold "

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from gpt.ranks import Ranks, find_ranks, leave
-from gpt.stopping import SIGNALS, Stopped, raise_stopped
+from gpt.stopping import SIGNALS, Stopped, heeded, raise_stopped
 
 
 class RunError(RuntimeError):
@@ -28,7 +28,7 @@ def door(command: Callable[[list[str]], int], consequence: str) -> NoReturn:
     RunError is 1, as is what nobody foresaw, with its traceback; a signal is 128 and its number.
     """
     ranks = find_ranks()
-    for number in SIGNALS:
+    for number in heeded():
         signal.signal(number, raise_stopped)
     try:
         code = command(sys.argv[1:])

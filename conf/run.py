@@ -75,12 +75,9 @@ def _train(
         tracker.say(f"warning: {complaint}; going back to {found}")
     if state is not None:
         _check_settings(config, state)
-        if state["step"] >= config.trainer.max_steps and not state.get("unevaluated"):
-            tracker.say(
-                f"nothing left to do: run {name} has finished its {state['step']} steps "
-                f"(go on with {continue_with} trainer.max_steps={2 * state['step']})"
-            )
-            return 0
+        finished = state["step"] >= config.trainer.max_steps and not state.get("unevaluated")
+        if finished and to_plain(config)["data"] == state["config"]["data"]:
+            return _nothing_left(tracker, state, name, continue_with)
 
     source = folders.find_weights(config.init_from, root) if config.init_from else None
     shards = Path(distributed.from_main(_prepare(config, root, tracker, ranks, state), ranks))
@@ -90,6 +87,8 @@ def _train(
             f"the data of run {name} was {state['data_fingerprint'][:12]} and {shards} is "
             f"{manifest.fingerprint[:12]}; {OTHER_TEXT}"
         )
+    if state is not None and finished:  # with other data settings, which turned out the same data
+        return _nothing_left(tracker, state, name, continue_with)
     config.model.vocab_size = _vocab_size(config, manifest)
     train_windows, val_windows = _open(config, shards, manifest)
     model = _build(config, found or source, manifest)
@@ -105,6 +104,7 @@ def _train(
             else find_micro_batch_size(model, config.trainer.batch_tokens, machine, ranks)
         )
         config.trainer.check_batch(config.model.block_size, ranks.world_size)
+        tracker.say(f"trainer.micro_batch_size=auto: {config.trainer.micro_batch_size}")
 
     if ranks.is_main:
         if not locked:
@@ -161,7 +161,7 @@ def _train(
             f"{trainer.newest()}; lower optimizer.lr, or look at the windows named above with "
             f"python -m data.inspect {shards} --window N"
         ) from e
-    except RuntimeError as e:
+    except (RuntimeError, MemoryError) as e:
         if not runtime.is_out_of_memory(e):
             raise
         raise ValueError(
@@ -175,6 +175,14 @@ def _train(
 
 
 # --- before
+
+
+def _nothing_left(tracker: Tracker, state: dict[str, Any], name: str, continue_with: str) -> int:
+    tracker.say(
+        f"nothing left to do: run {name} has finished its {state['step']} steps "
+        f"(go on with {continue_with} trainer.max_steps={2 * state['step']})"
+    )
+    return 0
 
 
 def _prepare(

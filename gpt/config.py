@@ -210,6 +210,12 @@ class TrainerConfig:
                     "use 0 or a positive number"
                 )
 
+        if self.batch_tokens > 2**30:
+            raise ValueError(
+                f"trainer.batch_tokens={self.batch_tokens} is above {2**30}; a single update would "
+                "read a billion tokens, hundreds of times what the largest runs take; lower it"
+            )
+
     def check_batch(self, block_size: int, world_size: int) -> None:
         """Raises ValueError where ranks and micro-batches can't share out a step evenly."""
         size = 1 if self.micro_batch_size == "auto" else self.micro_batch_size
@@ -220,5 +226,6 @@ class TrainerConfig:
             raise ValueError(
                 f"trainer.batch_tokens={self.batch_tokens} is not a multiple of {micro} "
                 f"(block_size {block_size} × micro_batch_size {size} × "
-                f"{world_size} ranks); a step can't be dealt out evenly; nearest that can: {near}"
+                f"{world_size} ranks); a step can't be dealt out evenly; nearest that can: {near}, "
+                "or change trainer.micro_batch_size"
             )

@@ -89,7 +89,7 @@ def resolve_dtype(config: DType, device: torch.device, notes: list[str]) -> torc
         if device.type == "cpu":
             notes.append(
                 "this processor has no bfloat16 instructions: float32 is used, "
-                "which takes about three times as long (how long, from the second step on)"
+                "which takes about three times as long (the time left is shown from the second step on)"
             )
         return torch.float32
     if config == DType.bfloat16 and device.type != "cpu" and not has_bfloat16(device):
@@ -181,8 +181,9 @@ def _blocks(model: nn.Module) -> Any:
     return blocks
 
 
-def is_out_of_memory(e: RuntimeError) -> bool:
-    return isinstance(e, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(e)
+def is_out_of_memory(e: Exception) -> bool:
+    ours = isinstance(e, torch.OutOfMemoryError | MemoryError)
+    return ours or "DefaultCPUAllocator" in str(e)
 
 
 def seed_of(*parts: int | str) -> int:

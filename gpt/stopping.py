@@ -12,11 +12,14 @@ from types import FrameType, TracebackType
 
 from gpt.ranks import Ranks
 
-# SIGUSR1: what Slurm sends before a time limit (--signal=USR1@…).
+# SIGUSR1: what Slurm sends before a time limit (--signal=USR1@…). SIGHUP: the terminal is gone.
 SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+    if hasattr(signal, name)
 )
 ONE_WISH = 3.0  # seconds
+PATIENCE = 5.0  # that a step in flight gets to end
 
 
 class Stopped(KeyboardInterrupt):
@@ -27,7 +30,22 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+def heeded() -> list[int]:
+    """The signals to listen to: all but what is ignored already, as nohup does with SIGHUP."""
+    return [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+
+
+def mute_after(number: int) -> None:
+    """After SIGHUP there is no terminal to write to: what is said goes to train.log alone."""
+    if signal.Signals(number).name == "SIGHUP":
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for handle in (1, 2):
+            if os.isatty(handle):
+                os.dup2(nowhere, handle)
+
+
 def raise_stopped(number: int, frame: FrameType | None) -> None:
+    mute_after(number)
     raise Stopped(number)
 
 
@@ -44,7 +62,7 @@ class Stop:
         self._asked_at = 0.0
 
     def __enter__(self) -> Stop:
-        self._before = {n: signal.signal(n, self._ask) for n in SIGNALS}
+        self._before = {n: signal.signal(n, self._ask) for n in heeded()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,13 +73,21 @@ class Stop:
         now = time.monotonic()
         if self.asked is not None:
             if self.ranks.world_size == 1 or now - self._asked_at > ONE_WISH:
+                os.write(2, b"\nstopped at once: this step is not saved\n")
                 os._exit(128 + number)
             return
         self.asked, self._asked_at = number, now
+        mute_after(number)
         if self.ranks.is_main:
             # Straight to the terminal: the console may be in the middle of a line, which a print
             # from here would make it write twice.
             os.write(2, b"\nstopping after this step (once more: at once, without saving)\n")
+
+    def is_overdue(self) -> bool:
+        """Whether a step has had its time since the signal. One process may drop it, and loses that
+        step alone; ranks would have to agree in the middle of it."""
+        waited = time.monotonic() - self._asked_at
+        return self.asked is not None and self.ranks.world_size == 1 and waited > PATIENCE
 
 
 class Watchdog:

@@ -91,6 +91,12 @@ class Lines:
             self._whole = size
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read along is gone (a closed pipe): the run goes on, and train.log has it all."""
+        self.file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
 class Tracker:
     """One a run, on the main rank; on the others every call does nothing.
 
@@ -101,7 +107,7 @@ class Tracker:
     def __init__(self, config: TrackerConfig, is_main: bool) -> None:
         self.config = config
         self.is_main = is_main
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = _Console(highlight=False, soft_wrap=True)
         self.run_id: str | None = None
         self._log: Lines | None = None
         self._metrics: Lines | None = None

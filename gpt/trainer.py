@@ -127,6 +127,9 @@ class Trainer:
             j = i * self.ranks.world_size + self.ranks.rank
             losses[i] = self._forward_backward(x, y, j, sync=i == self.grad_accum_steps - 1)
             self.watchdog.beat()
+            if self.stop.is_overdue():
+                self.optimizer.zero_grad(set_to_none=True)
+                raise Interrupted
         total = distributed.all_sum(losses.sum(), self.ranks)
         self.scaler.unscale_(self.optimizer)
         norm = distributed.clip_grad_norm(self.model.parameters(), config.grad_clip)

@@ -196,7 +196,7 @@ def flip(path: Path) -> None:
 
 # --- signals
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGHUP: 129}
 
 
 @pytest.fixture(scope="module")

@@ -91,6 +91,8 @@ REFUSED = [  # the override, and what the line must name
     ("model=big", "gpt2_124m"),
     ("data=text", "data.path is not set"),
     ("data.path=a(b", "can't be parsed"),
+    ("data.path=my books=1, [x]", "can't be parsed"),
+    ("trainer.batch_tokens=100000000000", "batch_tokens=100000000000 is above 1073741824"),
     ("trainer=null", "Config group override must be a string"),
     ("model.n_head=3", "model.n_embd=128 is not divisible by model.n_head=3"),
     ("model.n_head=0", "model.n_head=0"),
@@ -159,3 +161,10 @@ def test_a_name_that_looks_like_a_number_stays_a_name(name: str) -> None:
 
     compose_and_run(look, [f"run={name}", f"paths.root={name}", "trainer.seed=1_0"])
     assert seen == [(name, name, 10)]
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
+def test_the_whole_config_is_shown(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["model=tiny", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "batch_tokens: 512" in shown and "n_embd: 64" in shown

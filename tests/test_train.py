@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -439,6 +440,16 @@ def test_init_from_another_shape_is_refused(train_run: TrainRun, finished: Path)
         train_run(f"init_from={finished}", "model.n_layer=3", name="tuned")
 
 
+def test_a_finished_run_is_not_finished_with_other_data(
+    train_run: TrainRun, finished: Path, tmp_path: Path
+) -> None:
+    assert train_run()[0] == 0  # nothing left to do
+    with pytest.raises(ValueError, match="going on would train on other text"):
+        train_run("data.tokenizer=gpt2")
+    with pytest.raises(ValueError):
+        train_run(f"data.path={tmp_path / 'nothing'}")
+
+
 # --- as a command
 
 
@@ -506,3 +517,36 @@ def test_wandb_offline_writes_one_run_and_asks_nothing(
     assert len(list((run / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
     assert read_metrics(run)[-1]["step"] == 20
     assert (folders.read_state(run / "checkpoints" / "latest") or {})["tracker_run_id"]
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, tiny_args: list[str]) -> None:
+    """`train.py | head`: the pipe is closed under the run, which goes on into train.log."""
+    args = [*tiny_args, f"paths.root={tmp_path}", "run=r", "trainer.log_every=1"]
+    with subprocess.Popen(
+        [sys.executable, "train.py", *args], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 0
+    assert read_metrics(tmp_path / "runs" / "r")[-1]["step"] == 20
+    assert "done: 20 steps" in (tmp_path / "runs" / "r" / "train.log").read_text()
+
+
+def test_a_step_of_hours_is_dropped_for_a_signal(tmp_path: Path, tiny_args: list[str]) -> None:
+    """The step in flight gets five seconds; then what is saved is the step before."""
+    args = [*tiny_args, f"paths.root={tmp_path}", "run=r", "trainer.batch_tokens=12800000"]
+    with subprocess.Popen(
+        [sys.executable, "train.py", *args, "trainer.eval_every=null"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("run: r"):
+                time.sleep(2)  # into the first step, of which nothing is heard
+                process.send_signal(15)
+                break
+        assert "stopped after step 0" in process.stdout.read()
+        assert process.wait(30) == 143
