@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from conf.door import RunError
+from conf.say import announce, report, say_where
 from conf.schema import Config, to_plain
 from data.prepare import prepare, standing
 from data.shards import Manifest, load_manifest
@@ -22,11 +23,10 @@ from data.windows import Windows
 from gpt import checkpoint, distributed, folders, runtime
 from gpt.autobatch import find_micro_batch_size
 from gpt.bad_steps import Progress, StepError
-from gpt.config import OnSpike, Parallel
+from gpt.config import Parallel
 from gpt.generate import generate
 from gpt.model import GPT
 from gpt.ranks import Ranks, find_ranks
-from gpt.schedule import lr_scale
 from gpt.tracker import Tracker
 from gpt.trainer import Trainer
 
@@ -120,7 +120,7 @@ def _train(
         state["tracker_run_id"] if state else None,
         state["step"] if state else 0,
     )
-    _announce(
+    announce(
         tracker, config, model, machine, ranks, manifest, name, state is not None, continue_with
     )
     trainer = Trainer(
@@ -151,7 +151,7 @@ def _train(
     if state is not None and found is not None:
         checkpoint.load_moments(found, model, trainer.optimizer)
         trainer.scaler.load_state_dict(state["loss_scaler"])
-        _say_where(tracker, config, state)
+        say_where(tracker, config, state)
     try:
         stopped_by = trainer.run()
     except StepError as e:
@@ -170,7 +170,7 @@ def _train(
             "a smaller trainer.micro_batch_size (or auto), runtime.activation_checkpointing=true, "
             "or, over several devices, runtime.parallel=fsdp"
         ) from e
-    _report(tracker, trainer, folder, continue_with, stopped_by)
+    report(tracker, trainer, folder, continue_with, stopped_by)
     return 128 + stopped_by if stopped_by else 0
 
 
@@ -369,79 +369,3 @@ def _git_commit() -> str | None:
         return (git / head[5:]).read_text().strip() if head.startswith("ref: ") else head
     except OSError:
         return None
-
-
-# --- what people see
-
-
-def _announce(
-    tracker: Tracker,
-    config: Config,
-    model: GPT,
-    machine: runtime.Runtime,
-    ranks: Ranks,
-    manifest: Manifest,
-    name: str,
-    resumed: bool,
-    continue_with: str,
-) -> None:
-    m, t = model.config, config.trainer
-    tokens = t.max_steps * t.batch_tokens
-    tracker.say(
-        f"model: GPT-2 with {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, windows of "
-        f"{m.block_size} tokens; {model.n_params() / 1e6:.1f} M parameters"
-    )
-    accumulated = t.batch_tokens // (m.block_size * t.micro_batch_size * ranks.world_size)
-    tracker.say(
-        f"training: {t.max_steps} steps of {t.batch_tokens:,} tokens "
-        f"({t.micro_batch_size} windows × {accumulated} micro-batches × {ranks.world_size} ranks), "
-        f"{tokens / manifest.train_tokens:.2f} epochs"
-    )
-    kind = str(machine.dtype).removeprefix("torch.")
-    tracker.say(
-        f"machine: {machine.device}, {kind}, "
-        f"{'compiled (takes a while at the first step)' if machine.compile else 'not compiled'}"
-    )
-    if t.on_spike != OnSpike.log:
-        when = ", and on when it saves" if t.on_spike == OnSpike.rollback else ""
-        tracker.say(
-            f"note: trainer.on_spike={t.on_spike.value}: what this run learns depends on where its "
-            f"losses jump{when}"
-        )
-    for note in machine.notes:
-        tracker.say(f"note: {note}")
-    begun = "continued" if resumed else "new"
-    tracker.say(f"run: {name}, {begun} (stop with Ctrl-C, go on with: {continue_with})")
-
-
-def _say_where(tracker: Tracker, config: Config, state: dict[str, Any]) -> None:
-    step, old, new = state["step"], state["config"], config.trainer.max_steps
-    tracker.say(f"continuing after step {step}")
-    if old["trainer"]["max_steps"] != new:
-        before = lr_scale(config.schedule, step, old["trainer"]["max_steps"])
-        now = lr_scale(config.schedule, step, new)
-        tracker.say(
-            f"trainer.max_steps was {old['trainer']['max_steps']} and is {new}: the learning rate "
-            f"of the next step was {config.optimizer.lr * before:.2e} and is "
-            f"{config.optimizer.lr * now:.2e}"
-        )
-
-
-def _report(
-    tracker: Tracker, trainer: Trainer, folder: Path, continue_with: str, stopped_by: int | None
-) -> None:
-    progress = trainer.progress
-    if stopped_by:
-        tracker.say(f"saved at step {progress.step}")
-    trainer.show_sample()
-    if progress.val_loss is not None:
-        tracker.say(f"validation loss {progress.val_loss:.3f} nats a token")
-    place = os.path.relpath(folder)
-    if stopped_by:
-        tracker.say(f"stopped after step {progress.step}; go on with: {continue_with}")
-        return
-    tracker.say(f"done: {progress.step} steps; everything is in {place}")
-    tracker.say("what to try next:")
-    tracker.say(f'  python sample.py {folder.name} --prompt "My fellow citizens"')
-    tracker.say("  python train.py data=text data.path=book.txt      (your own text)")
-    tracker.say(f"  {continue_with} trainer.max_steps={2 * progress.step}      (train longer)")

@@ -89,7 +89,7 @@ def resolve_dtype(config: DType, device: torch.device, notes: list[str]) -> torc
         if device.type == "cpu":
             notes.append(
                 "this processor has no bfloat16 instructions: float32 is used, "
-                "which takes about three times as long (the time left is shown from the second step on)"
+                "which takes about three times as long; the time left is shown from step 2 on"
             )
         return torch.float32
     if config == DType.bfloat16 and device.type != "cpu" and not has_bfloat16(device):

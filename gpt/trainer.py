@@ -9,41 +9,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gpt import checkpoint, distributed, folders, runtime
 from gpt.bad_steps import Judge, Progress, Update, Verdict
 from gpt.config import AdamWConfig, OnSaveError, TrainerConfig
-from gpt.evaluation import EvalData, evaluate
+from gpt.evaluation import evaluate
 from gpt.loss import NextTokenLoss
 from gpt.metrics import Meter, flops_per_token, total_peak
 from gpt.model import GPT
 from gpt.optimizer import build_optimizer, set_lr
 from gpt.ranks import Ranks
+from gpt.reader import Data, Reader
 from gpt.runtime import Runtime
 from gpt.saver import Saver
 from gpt.schedule import ScheduleConfig, lr_scale
 from gpt.spikes import Spikes
 from gpt.stopping import Stop, Watchdog
 from gpt.tracker import Tracker
-
-Batch = tuple[Tensor, Tensor]
-
-
-class Data(EvalData, Protocol):
-    """What the loop asks of data: windows of the training order, by position."""
-
-    def __len__(self) -> int: ...
-    def starts(self, first: int, count: int) -> np.ndarray: ...
-    def batch(self, starts: np.ndarray) -> Batch: ...
-    def describe(self, starts: np.ndarray) -> list[str]: ...
 
 
 class Interrupted(Exception):
@@ -107,8 +95,14 @@ class Trainer:
         self.judge = Judge(config, self.scaler.is_enabled(), progress.past_losses, ranks, tracker)
         self.stop = Stop(ranks)
         self.watchdog = Watchdog(machine.config.hang_minutes, ranks)
-        self.reader = ThreadPoolExecutor(1, thread_name_prefix="windows")
-        self.ahead: tuple[int, Future[Batch]] | None = None
+        self.reader = Reader(
+            train,
+            self.windows_per_step,
+            config.micro_batch_size,
+            ranks,
+            machine.device,
+            progress.left_out,
+        )
         self.stop_signal: int | None = None  # the one all ranks agreed on
         self.last_save = time.monotonic()
         self.first_line = True
@@ -123,7 +117,7 @@ class Trainer:
         config, progress = self.config, self.progress
         self.model.train()
         losses = torch.zeros(self.grad_accum_steps, device=self.machine.device)
-        for i, (x, y) in enumerate(self._batches()):
+        for i, (x, y) in enumerate(self.reader.batches(progress.step)):
             j = i * self.ranks.world_size + self.ranks.rank
             losses[i] = self._forward_backward(x, y, j, sync=i == self.grad_accum_steps - 1)
             self.watchdog.beat()
@@ -140,7 +134,7 @@ class Trainer:
         saved = progress.rollback_step is not None
         verdict, name_windows = self.judge.verdict(done, progress, saved)
         if name_windows:
-            self.judge.name_windows(losses, self._starts(progress.step), self.train.describe)
+            self.judge.name_windows(losses, self.reader.starts(progress.step), self.train.describe)
             self.judge.check_patience(done, progress)
         if verdict == Verdict.take:
             set_lr(self.optimizer, lr)
@@ -173,42 +167,13 @@ class Trainer:
         checkpoint.restore(folder, self.model, self.optimizer)
         self.scaler.load_state_dict(state["loss_scaler"])
         self.judge.spikes = Spikes(self.config.spike_z, self.progress.past_losses)
-        self.ahead = None
+        self.reader.pass_over(left_out)
         self.tracker.rewind(self.progress.step)
         self.tracker.say(
             f"warning: back to step {self.progress.step}, leaving out the windows of the {spent} "
             "steps since"
         )
         return True
-
-    def _starts(self, step: int) -> np.ndarray:
-        """Where the windows of a step begin."""
-        size = self.windows_per_step
-        passed = sum(windows for since, windows in self.progress.left_out if step >= since)
-        return self.train.starts(step * size + passed, size)
-
-    def _batches(self) -> Iterator[Batch]:
-        """This rank's micro-batches of this step, on the device. The next one is always being read
-        on a thread, also over the border of steps."""
-        step, size, device = self.progress.step, self.config.micro_batch_size, self.machine.device
-
-        def begin(step: int, i: int) -> Future[Batch]:
-            j = i * self.ranks.world_size + self.ranks.rank
-            return self.reader.submit(read, self._starts(step)[j * size : (j + 1) * size])
-
-        def read(starts: np.ndarray) -> Batch:
-            x, y = self.train.batch(starts)
-            return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
-
-        known = self.ahead is not None and self.ahead[0] == step
-        waiting = self.ahead[1] if self.ahead and known else begin(step, 0)
-        for i in range(self.grad_accum_steps):
-            x, y = waiting.result()
-            last = i + 1 == self.grad_accum_steps
-            waiting = begin(step + 1, 0) if last else begin(step, i + 1)
-            if last:
-                self.ahead = (step + 1, waiting)
-            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def _forward_backward(self, x: Tensor, y: Tensor, j: int, sync: bool) -> Tensor:
         """Summed loss of micro-batch j; its share of the step's mean gradient is added up."""
@@ -323,7 +288,7 @@ class Trainer:
             try:
                 self._run()
             finally:
-                self.reader.shutdown(wait=False, cancel_futures=True)
+                self.reader.close()
                 self.saver.wait()
             self._check_saves(final=True)
         self.tracker.pause()
