@@ -68,7 +68,7 @@ with ThreadPoolExecutor(threads) as pool:
 print(time.perf_counter() - began)
 """
 OURS = """
-import resource, sys, time
+import re, sys, time
 from pathlib import Path
 from benchmarks.prepare_speed import config
 from data.prepare import prepare
@@ -77,7 +77,10 @@ path, threads, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 load_tokenizer("gpt2")
 began = time.perf_counter()
 prepare(config(path, threads), out, lambda _: None)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.perf_counter() - began)
+seconds = time.perf_counter() - began
+# Not ru_maxrss, which a process inherits from the one that started it.
+peak = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())
+print(int(peak[1]) / 1024, seconds)
 """
 
 
@@ -93,7 +96,7 @@ def child(code: str, path: Path, threads: int) -> float:
     return float(seconds)
 
 
-peaks: list[float] = []  # resident MiB of each of our runs, as ru_maxrss has it
+peaks: list[float] = []  # resident MiB of each of our runs
 
 
 RECIPE = """
