@@ -279,6 +279,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, book: Path) -> None:
     assert folders.newest_whole(tmp_path / "runs/r/checkpoints")[0] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
 def test_a_signal_to_one_rank_stops_all(
     victims: list[int], tmp_path: Path, book: Path, whole: Callable[[int], Path]

@@ -533,6 +533,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, tiny_args:
     assert "done: 20 steps" in (tmp_path / "runs" / "r" / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_step_of_hours_is_dropped_for_a_signal(tmp_path: Path, tiny_args: list[str]) -> None:
     """The step in flight gets five seconds; then what is saved is the step before."""
     args = [*tiny_args, f"paths.root={tmp_path}", "run=r", "trainer.batch_tokens=12800000"]
