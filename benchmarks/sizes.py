@@ -5,29 +5,19 @@ python benchmarks/sizes.py --size gpt2_124m [--lengths 128 512 2048] [--contesta
 The contestants and how they take turns are benchmarks/train_step.py's; no dropout. A step has
 `--tokens` tokens, or one window where that is longer. Predicted: 6·N + 6·L·C·T operations a token
 forward and backward (Chowdhery et al. 2022, appendix B, and half of its attention, since that is
-causal), at one rate for all. Peak: a square product of float32, measured in the same run.
+causal), at one rate for all lengths. Peak: the device's (docs/meters.md), for a CPU measured once
+at the start.
 """
 
 import argparse
-import platform
 import shlex
 import statistics
 import sys
-import time
 
 import torch
-from train_step import SIZES, Contestant, V
+from train_step import SIZES, Contestant, V, name_of, on_this_machine
 
-
-def peak() -> float:
-    """Floating-point operations a second of a product of two 2,048 × 2,048 matrices."""
-    a, b = torch.randn(2, 2048, 2048)
-    taken = []
-    for _ in range(6):
-        begun = time.perf_counter()
-        torch.mm(a, b)
-        taken.append(time.perf_counter() - begun)
-    return 2 * 2048**3 / min(taken)
+from gpt.metrics import peak_flops
 
 
 def operations(size: str, T: int) -> float:
@@ -43,12 +33,14 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", default=["ours", "eager"])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
     import transformers
 
-    rate = peak()
-    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    print(f"machine: {cpu}, {torch.get_num_threads()} threads, float32, {rate / 1e9:.0f} GFLOP/s")
+    machine = on_this_machine(args.device, args.dtype)
+    rate = peak_flops(machine.device, machine.dtype) or float("nan")
+    print(f"machine: {name_of(machine)}, {rate / 1e9:.0f} GFLOP/s")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"command: python {shlex.join(sys.argv)}")
     print(f"{'T':>6}{'windows':>9}  {'contestant':13}{'tokens/s':>10}{'of peak':>9}{'GB':>7}"

@@ -1,21 +1,23 @@
-"""Claim: a step on a CPU is little more than its matrix products and attention, is faster than
-transformers' model in the same format, and stays so with dropout.
+"""Claim: a training step is little more than its matrix products and attention, is faster than
+transformers' model, and stays so with dropout.
 
-python benchmarks/train_step.py [--contestants ours eager] [--size gpt2_124m] [--rounds 3] [--cold]
+python benchmarks/train_step.py [--contestants ours eager compiled] [--size gpt2_124m] [--windows 4]
+    [--rounds 3] [--device cuda] [--dtype bfloat16] [--cold]
 
-Contestants: `ours`, `ours+dropout` (0.1 in all three places), `eager` and `compiled` (transformers'
-GPT2LMHeadModel as it comes, without and with torch.compile, no dropout), `eager+dropout`. All train
-in float32 with fused AdamW and clipping at 1. Each is a process of its own, for its peak memory;
-they take a step in turn, one at a time, so that whatever disturbs the machine disturbs all. The
-first step is reported apart: with --cold, with an empty compile cache and then, in a new process,
-with the one that it filled.
+Contestants: `ours`, `whole` (ours, compiled as a whole instead of block by block), `eager` and
+`compiled` (transformers' GPT2LMHeadModel; eager as it comes, in float32); with `+dropout` 0.1 in all
+three places, else none. All but `eager` run under autocast to --dtype, by default what a run would
+choose on this device. All use fused AdamW and clip at 1. Each is a process of its own, for its peak
+memory; they take a step in turn, one at a time, so that whatever disturbs the machine disturbs all.
+The first step is reported apart: with --cold, with an empty compile cache and then, in a new
+process, with the one that it filled.
 """
 
 import argparse
 import json
 import os
 import platform
-import resource
+import re
 import shlex
 import statistics
 import subprocess
@@ -34,10 +36,12 @@ from torch.nn import functional as F
 
 from gpt import runtime
 from gpt.attention_dropout import attend
-from gpt.config import AdamWConfig
-from gpt.loss import NextTokenLoss
+from gpt.config import AdamWConfig, Attention, DType, Parallel, RuntimeConfig
+from gpt.loss import NextTokenLoss, chunk_rows
+from gpt.metrics import flops_per_token, peak_flops
 from gpt.model import GPT, GPTConfig
 from gpt.optimizer import build_optimizer
+from gpt.runtime import Runtime
 
 SIZES = {  # layers, heads, channels, default T
     "tiny": (2, 2, 64, 64),
@@ -48,11 +52,39 @@ SIZES = {  # layers, heads, channels, default T
 V = 50257
 
 
-def seconds(what: Callable[..., object], *arguments: Tensor) -> float:
+def on_this_machine(device: str, dtype: str) -> Runtime:
+    """What a run with these settings would use."""
+    return runtime.resolve(
+        RuntimeConfig(
+            device=device,
+            dtype=DType(dtype),
+            compile=True,
+            attention=Attention.flash,
+            deterministic=False,
+            parallel=Parallel.ddp,
+            activation_checkpointing=False,
+            hang_minutes=None,
+            peak_flops=None,
+        )
+    )
+
+
+def name_of(machine: Runtime) -> str:
+    """The machine, for the head of a table."""
+    if machine.device.type == "cuda":
+        return f"{torch.cuda.get_device_name(machine.device)}, {machine.dtype}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} {capability}, {threads} threads, {machine.dtype}"
+
+
+def seconds(machine: Runtime, what: Callable[..., object], *arguments: Tensor) -> float:
     taken = []
     for _ in range(3):
+        machine.synchronize()
         begun = time.perf_counter()
         what(*arguments)
+        machine.synchronize()
         taken.append(time.perf_counter() - begun)
     return statistics.median(taken)
 
@@ -67,25 +99,39 @@ def stepper(loss_of: Callable[[], Tensor], model: torch.nn.Module) -> Callable[[
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        return loss.item()  # waits for the device
 
     return step
 
 
-def build(name: str, size: str, B: int, T: int) -> tuple[Callable[[], float], Callable[[], float]]:
-    """A contestant's step, and the time of its products and attention alone."""
+def build(
+    name: str, size: str, B: int, T: int, machine: Runtime
+) -> tuple[Callable[[], float], Callable[[], float], float]:
+    """A contestant's step, the time of its products and attention alone, operations a token."""
     L, H, C, _ = SIZES[size]
     kind, _, dropped = name.partition("+")
     p = 0.1 if dropped else 0.0
     ids = torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(machine.device)
     x, y = ids[:, :-1], ids[:, 1:]
-    if kind == "ours":
-        runtime.keep_freed_memory()
-        shape = {"block_size": T, "vocab_size": V, "n_layer": L, "n_head": H, "n_embd": C}
-        model = GPT(GPTConfig(**shape, embd_dropout=p, attn_dropout=p, resid_dropout=p)).train()
-        runtime.compile_blocks(model)
+    shape = {"block_size": T, "vocab_size": V, "n_layer": L, "n_head": H, "n_embd": C}
+    config = GPTConfig(**shape, embd_dropout=p, attn_dropout=p, resid_dropout=p)
+    with torch.device("meta"):
+        work = flops_per_token(GPT(config))
+    if kind in ("ours", "whole"):
+        model = GPT(config).to(machine.device).train()
+        if kind == "whole":
+            model.trunk = torch.compile(model.trunk, dynamic=False)
+        else:
+            runtime.compile_blocks(model)
         loss = NextTokenLoss(model)
-        return stepper(lambda: loss(x, y) / (B * T), model), lambda: kernels(B, T, L, H, C, p)
+
+        def ours() -> Tensor:
+            with machine.autocast():
+                total: Tensor = loss(x, y)
+            return total / (B * T)
+
+        return stepper(ours, model), lambda: kernels(B, T, L, H, C, p, machine), work
     from transformers import GPT2Config, GPT2LMHeadModel
 
     theirs = GPT2LMHeadModel(
@@ -93,61 +139,79 @@ def build(name: str, size: str, B: int, T: int) -> tuple[Callable[[], float], Ca
             n_positions=T, n_layer=L, n_head=H, n_embd=C,
             resid_pdrop=p, embd_pdrop=p, attn_pdrop=p,
         )
-    ).train()  # fmt: skip
+    ).to(machine.device).train()  # fmt: skip
     called: Any = torch.compile(theirs) if kind == "compiled" else theirs
-    # They shift the labels themselves: the whole window in, T predictions and one left out.
-    return stepper(lambda: called(x, labels=x).loss, theirs), lambda: 0.0
+
+    def transformers() -> Tensor:
+        # They shift the labels themselves: the whole window in, T predictions and one left out.
+        if kind == "eager":
+            return called(x, labels=x).loss  # type: ignore[no-any-return]
+        with machine.autocast():
+            return called(x, labels=x).loss  # type: ignore[no-any-return]
+
+    return stepper(transformers, theirs), lambda: 0.0, work
 
 
-def kernels(B: int, T: int, L: int, H: int, C: int, p: float) -> float:
+def kernels(B: int, T: int, L: int, H: int, C: int, p: float, machine: Runtime) -> float:
     """Seconds that a step's matrix products and attention take alone, forward and backward."""
-    N, total = B * T, 0.0
+    N, total, dtype = B * T, 0.0, machine.dtype
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=machine.device).to(dtype)
+
+    def time_of(what: Callable[..., object], *arguments: Tensor) -> float:
+        return seconds(machine, what, *arguments)
+
     for n_in, n_out in ((C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)):
-        x, w, d = torch.randn(N, n_in), torch.randn(n_out, n_in), torch.randn(N, n_out)
-        total += L * seconds(F.linear, x, w, torch.zeros(n_out))
-        total += L * (seconds(torch.mm, d, w) + seconds(torch.mm, d.t(), x))
-    rows, padded = 256, -(-V // 64) * 64  # the head's products, chunk by chunk
-    x, w, d = torch.randn(rows, C), torch.randn(padded, C), torch.randn(rows, padded)
-    out, dw = torch.empty(rows, padded), torch.zeros(padded, C)
-    chunk = seconds(lambda: torch.mm(x, w.t(), out=out)) + seconds(torch.mm, d, w)
-    total += N / rows * (chunk + seconds(lambda: dw.addmm_(d.t(), x)))
-    qkv = torch.randn(B, T, 3 * C, requires_grad=True)
-    grad = torch.randn(B, T, C)
+        x, w, d = normal(N, n_in), normal(n_out, n_in), normal(N, n_out)
+        total += L * time_of(F.linear, x, w, normal(n_out))
+        total += L * (time_of(torch.mm, d, w) + time_of(torch.mm, d.t(), x))
+    rows, padded = min(N, chunk_rows(machine.device, dtype)), -(-V // 64) * 64
+    x, w, d = normal(rows, C), normal(padded, C), normal(rows, padded)  # the head's, chunk by chunk
+    out, dw = torch.empty_like(d), torch.zeros_like(w)
+    chunk = time_of(lambda: torch.mm(x, w.t(), out=out)) + time_of(torch.mm, d, w)
+    total += N / rows * (chunk + time_of(lambda: dw.addmm_(d.t(), x)))
+    qkv = normal(B, T, 3 * C).requires_grad_()
+    grad = normal(B, T, C)
 
     def attention() -> None:
-        if p:
+        if p and machine.device.type == "cpu":
             out = attend(qkv, H, p, torch.tensor(1))
         else:
             q, k, v = qkv.view(B, T, 3, H, -1).permute(2, 0, 3, 1, 4)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
             out = out.transpose(1, 2).reshape(B, T, C)
         torch.autograd.grad(out, qkv, grad)
 
-    return total + L * seconds(attention)
+    return total + L * time_of(attention)
 
 
-def child(name: str, size: str, B: int, T: int) -> None:
+def peak_gb(machine: Runtime) -> float:
+    """The most that this process has held: of the GPU's memory, else of the machine's."""
+    if machine.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(machine.device) / 1e9
+    mark = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert mark is not None
+    return int(mark[1]) * 1024 / 1e9
+
+
+def child(name: str, args: argparse.Namespace) -> None:
     """Answers each line on stdin with one of JSON: `step` or `kernels`, and the peak memory."""
-    step, alone = build(name, size, B, T)
+    machine = on_this_machine(args.device, args.dtype)
+    step, alone, work = build(name, args.size, args.windows, args.length, machine)
     for line in sys.stdin:
         begun = time.perf_counter()
         value = alone() if line.strip() == "kernels" else step()
         taken = value if line.strip() == "kernels" else time.perf_counter() - begun
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        print(json.dumps({"seconds": taken, "value": value, "peak_gb": peak}), flush=True)
+        answer = {"seconds": taken, "value": value, "peak_gb": peak_gb(machine), "work": work}
+        print(json.dumps(answer), flush=True)
 
 
 class Contestant:
     def __init__(self, name: str, args: argparse.Namespace, cache: str | None = None) -> None:
         self.name = name
-        command = [
-            sys.executable,
-            str(Path(__file__).resolve()),
-            "--child",
-            name,
-            "--size",
-            args.size,
-        ]
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", name]
+        command += ["--size", args.size, "--device", args.device, "--dtype", args.dtype]
         command += ["--windows", str(args.windows), "--length", str(args.length)]
         environment = {**os.environ, **({"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {})}
         self.process = subprocess.Popen(
@@ -155,12 +219,16 @@ class Contestant:
         )
         self.steps: list[float] = []
         self.alone: list[float] = []
-        self.peak = 0.0
+        self.peak, self.work = 0.0, 0.0
 
     def ask(self, what: str) -> float:
         assert self.process.stdin is not None and self.process.stdout is not None
         print(what, file=self.process.stdin, flush=True)
-        answer = json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"{self.name} ended before its answer")
+        answer = json.loads(line)
+        self.work = answer["work"]
         if what == "step":
             self.peak = answer["peak_gb"]
         return float(answer["seconds"])
@@ -178,17 +246,19 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--length", type=int, help="T; default: the size's own")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=[d.value for d in DType])
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.length = args.length or SIZES[args.size][3]
     if args.child:
-        child(args.child, args.size, args.windows, args.length)
+        child(args.child, args)
         return
     import transformers
 
-    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    print(f"machine: {cpu}, {torch.get_num_threads()} threads, float32")
+    machine = on_this_machine(args.device, args.dtype)
+    print(f"machine: {name_of(machine)}")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"command: python {shlex.join(sys.argv)}")
     tokens = args.windows * args.length
@@ -210,14 +280,20 @@ def main() -> None:
     for _ in range(args.rounds):
         for one in contestants:
             one.steps.append(one.ask("step"))
-            if one.name.startswith("ours"):
+            if one.name.startswith(("ours", "whole")):
                 one.alone.append(one.ask("kernels"))
-    print(f"{'':15}{'s a step':>10}{'tokens/s':>10}{'peak GB':>9}{'products and attention':>24}")
+    peak = peak_flops(machine.device, machine.dtype)
+    rate = f"{peak / 1e12:.4g} TFLOP/s" if peak else "unknown"
+    print(f"peak of this device: {rate}; of it: docs/meters.md's operations a token")
+    print(f"{'':15}{'ms a step':>10}{'tokens/s':>10}{'of peak':>9}{'peak GB':>9}"
+          f"{'products and attention':>24}")  # fmt: skip
     for one in contestants:
         one.end()
         median = statistics.median(one.steps)
         share = f"{statistics.median(one.alone) / median:.2f}" if one.alone else ""
-        print(f"{one.name:15}{median:10.2f}{tokens / median:10.0f}{one.peak:9.2f}{share:>24}")
+        of_peak = f"{one.work * tokens / median / peak:.2f}" if peak else ""
+        print(f"{one.name:15}{1000 * median:10.1f}{tokens / median:10.0f}{of_peak:>9}"
+              f"{one.peak:9.2f}{share:>24}")  # fmt: skip
     base = contestants[0]
     for one in contestants[1:]:
         times = statistics.median(one.steps) / statistics.median(base.steps)

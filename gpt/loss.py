@@ -17,7 +17,7 @@ from gpt.model import GPT
 IGNORE = -1  # a target that is no token: it adds nothing to loss or gradient
 
 
-def _chunk_rows(device: torch.device, dtype: torch.dtype) -> int:
+def chunk_rows(device: torch.device, dtype: torch.dtype) -> int:
     """Rows at once. In float32 on a CPU a chunk's logits should stay near the caches; elsewhere
     each chunk costs a pass over the weight's gradient, so there should be few."""
     return 256 if device.type == "cpu" and dtype == torch.float32 else 2048
@@ -38,12 +38,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if with_grad else None
         d_weight = torch.zeros_like(weight) if with_grad else None
-        chunk_rows = min(_chunk_rows(hidden.device, dtype), len(hidden))
+        rows_at_once = min(chunk_rows(hidden.device, dtype), len(hidden))
         # Two buffers for all chunks: memory fresh from the system costs as much as the softmax.
-        log_p_buffer = hidden.new_empty(chunk_rows, len(weight), dtype=torch.float32)
-        logits_buffer = hidden.new_empty(chunk_rows, len(weight), dtype=dtype)
-        for rows in range(0, len(hidden), chunk_rows):
-            chunk = slice(rows, rows + chunk_rows)
+        log_p_buffer = hidden.new_empty(rows_at_once, len(weight), dtype=torch.float32)
+        logits_buffer = hidden.new_empty(rows_at_once, len(weight), dtype=dtype)
+        for rows in range(0, len(hidden), rows_at_once):
+            chunk = slice(rows, rows + rows_at_once)
             x, target = hidden[chunk].to(dtype), targets[chunk]
             logits = torch.mm(x, w.t(), out=logits_buffer[: len(x)])  # [rows, padded V]
             logits[:, vocab_size:] = float("-inf")

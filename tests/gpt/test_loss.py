@@ -18,7 +18,7 @@ def whole(
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64, 1000])
 def test_chunks_change_nothing(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and both gradients, in float64, with ignored targets and pad rows."""
-    monkeypatch.setattr(loss, "_chunk_rows", lambda device, dtype: chunk_rows)
+    monkeypatch.setattr(loss, "chunk_rows", lambda device, dtype: chunk_rows)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(50, 12, generator=generator, requires_grad=True)
     weight = torch.randn(128, 12, generator=generator, requires_grad=True)
