@@ -5,12 +5,12 @@ python benchmarks/train_step.py [--contestants ours eager compiled] [--size gpt2
     [--rounds 3] [--device cuda] [--dtype bfloat16] [--cold]
 
 Contestants: `ours`, `whole` (ours, compiled as a whole instead of block by block), `eager` and
-`compiled` (transformers' GPT2LMHeadModel; eager as it comes, in float32); with `+dropout` 0.1 in all
-three places, else none. All but `eager` run under autocast to --dtype, by default what a run would
-choose on this device. All use fused AdamW and clip at 1. Each is a process of its own, for its peak
-memory; they take a step in turn, one at a time, so that whatever disturbs the machine disturbs all.
-The first step is reported apart: with --cold, with an empty compile cache and then, in a new
-process, with the one that it filled.
+`compiled` (transformers' GPT2LMHeadModel; eager as it comes, in float32); with `+dropout` 0.1 in
+all three places, else none. All but `eager` run under autocast to --dtype, by default what a run
+would choose on this device. All use fused AdamW and clip at 1. Each is a process of its own, for
+its peak memory; they take a step in turn, one at a time, so that whatever disturbs the machine
+disturbs all. The first step is reported apart: with --cold, with an empty compile cache and then,
+in a new process, with the one that it filled.
 """
 
 import argparse

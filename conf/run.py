@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from omegaconf import OmegaConf
 from conf.door import RunError
 from conf.say import announce, report, say_where
 from conf.schema import Config, to_plain
+from data.lock import lock
 from data.prepare import prepare, standing
 from data.shards import Manifest, load_manifest
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -211,23 +211,16 @@ def _new_name(root: Path) -> str:
     return name
 
 
-@contextlib.contextmanager
-def _lock(run: Path) -> Iterator[None]:
-    """One process (or job) at a time trains a run; a killed one's lock goes with it."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    with (run / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"run {run.name} is being trained by another process; two would write over each "
-                "other; wait for it, stop it, or choose another run=NAME"
-            ) from None
-        yield
+def _lock(run: Path) -> contextlib.AbstractContextManager[None]:
+    """One process (or job) at a time trains a run."""
+
+    def busy() -> None:
+        raise ValueError(
+            f"run {run.name} is being trained by another process; two would write over each "
+            "other; wait for it, stop it, or choose another run=NAME"
+        )
+
+    return lock(run / ".lock", busy)
 
 
 def _claim(folder: Path, named: bool) -> Path:

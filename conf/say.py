@@ -40,6 +40,11 @@ def announce(
         f"({t.micro_batch_size} windows × {accumulated} micro-batches × {ranks.world_size} ranks), "
         f"{tokens / manifest.train_tokens:.2f} epochs"
     )
+    if config.schedule.warmup_steps > t.max_steps:
+        tracker.say(
+            f"note: schedule.warmup_steps={config.schedule.warmup_steps} is more than all "
+            f"{t.max_steps} steps: the learning rate never reaches optimizer.lr"
+        )
     kind = str(machine.dtype).removeprefix("torch.")
     tracker.say(
         f"machine: {machine.device}, {kind}, "

@@ -60,8 +60,8 @@ def build(job: Job) -> Manifest:
     progress = _encode_all(job, source, progress)
     if config.part is None and progress.plan == "documents":
         why = unfit(progress.tokens, config.val_fraction)
-        if why:  # documents lie apart by split already: once more, in one row
-            log(f"data: choosing validation by document {why}; once more, to cut at the end")
+        if why:  # documents lie apart by split already
+            log("data: once more, in one row, since the corpus's end will be the validation text")
             progress = Progress(request=digest, plan="tail", why_tail=why)
             _empty(job.building)
             progress = _encode_all(job, source, progress)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data.say import counted, speak_any_language, visible
-from data.shards import Manifest, load_manifest, open_shards
+from data.shards import Manifest, load_manifest, open_shards, say_split
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.windows import Windows
 
@@ -203,7 +203,7 @@ def _of_manifest(manifest: Manifest) -> Iterator[str]:
         f"  tokenizer {manifest.tokenizer_name}, {manifest.n_vocab:,} ids; "
         f"{size / max(tokens, 1):.2f} bytes a token"
     )
-    yield f"  validation: {manifest.split}"
+    yield f"  validation: {say_split(manifest)}"
     for split, documents, count in (
         ("train", manifest.train_documents, manifest.train_tokens),
         ("val", manifest.val_documents, manifest.val_tokens),

@@ -1,6 +1,5 @@
 """Text to token shards: python -m data.prepare data=… [key=value]"""
 
-import contextlib
 import errno
 import shutil
 from collections.abc import Iterable, Iterator
@@ -12,8 +11,17 @@ import numpy as np
 
 from data import mix, parts, token_files
 from data.build import Job, build
+from data.lock import lock
 from data.say import Log, counted, file_state, speak_any_language, terminal
-from data.shards import FORMAT, Manifest, load_manifest, open_shards, save_manifest, verify_shards
+from data.shards import (
+    FORMAT,
+    Manifest,
+    load_manifest,
+    open_shards,
+    save_manifest,
+    say_split,
+    verify_shards,
+)
 from data.sources import DataConfig, MixConfig, TokensConfig, dataset_name, open_source
 from data.tokenizer import Tokenizer, load_tokenizer
 
@@ -121,7 +129,11 @@ def _made(
     live: Log | None,
 ) -> Path:
     """`folder` as it is where it answers the request, else made beside and renamed."""
-    with _lock(folder):
+
+    def wait() -> None:
+        log(f"data: {folder.name} is being prepared by another process: waiting for it")
+
+    with lock(folder.with_name(f".{folder.name}.lock"), wait):
         changed = _changed(folder, request, config)
         if changed is None:
             manifest = load_manifest(folder)
@@ -144,7 +156,7 @@ def _made(
         tokenizer.save(building / "tokenizer")
         np.save(building / "token_bytes.npy", tokenizer.token_bytes(), allow_pickle=False)
         save_manifest(manifest, building)
-        log(f"data: validation is {_say_split(manifest)}")
+        log(f"data: validation is {say_split(manifest)}")
         log(
             f"data: done: {counted(manifest.kept, 'document')}, {_say_tokens(manifest)}, "
             f"{counted(len(manifest.shards), 'shard')} in {folder}"
@@ -200,32 +212,6 @@ def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, bool]]:
 def _say_tokens(manifest: Manifest) -> str:
     train, val = manifest.train_tokens, manifest.val_tokens
     return f"{train:,} training and {counted(val, 'validation token')}"
-
-
-def _say_split(manifest: Manifest) -> str:
-    if not manifest.val_tokens:
-        return "off (no validation text)"
-    share = manifest.val_tokens / (manifest.val_tokens + manifest.train_tokens)
-    how = {
-        "documents": f"{counted(manifest.val_documents, 'whole document')} chosen by hash",
-        "tail": f"the corpus's end, cut at {manifest.split.get('cut_at')}",
-        "files": "in files of its own",
-        "mix": "that of every source",
-    }[manifest.split["method"]]
-    return f"{how}: {counted(manifest.val_tokens, 'token')}, {share:.1%} of all"
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """One preparation of a folder at a time; a killed one's lock goes with it."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def main(argv: list[str]) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from data.say import counted
+
 FORMAT = 2
 MANIFEST = "manifest.json"
 SHARD_NAME = re.compile(r"(train|val)_[0-9]{5,}\.npy")
@@ -318,3 +320,17 @@ def _damaged(path: Path, what: str) -> ValueError:
     return ValueError(
         f"{path} {what}; it was altered or cut short; delete its folder and prepare it again"
     )
+
+
+def say_split(manifest: Manifest) -> str:
+    """How validation was chosen and how much it is."""
+    if not manifest.val_tokens:
+        return "off (no validation text)"
+    share = manifest.val_tokens / (manifest.val_tokens + manifest.train_tokens)
+    how = {
+        "documents": f"{counted(manifest.val_documents, 'whole document')} chosen by hash",
+        "tail": f"the corpus's end, cut at {manifest.split.get('cut_at')}",
+        "files": "in files of its own",
+        "mix": "that of every source",
+    }[manifest.split["method"]]
+    return f"{how}: {counted(manifest.val_tokens, 'token')}, {share:.1%} of all"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,9 +106,9 @@ def _save_tensors(
         with safe_open(path, "pt") as file:
             same = all(torch.equal(file.get_tensor(name), tensors[name]) for name in tensors)
     except SafetensorError as e:  # it wraps the system's error, of which only the text is left
-        raise OSError(
-            errno.ENOSPC if "os error 28" in str(e) else errno.EIO, str(e), str(path)
-        ) from e
+        number = re.search(r"os error (\d+)", str(e))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code) if number else str(e), str(path)) from e
     if not same:
         raise OSError(errno.EIO, "reads back other than it was written", str(path))
 

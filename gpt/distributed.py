@@ -101,15 +101,9 @@ def put(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(like(value, parameter))
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-    """Scale gradients down to a norm of `limit` over all of them; returns the norm before, a scalar
-    of the same bits on every rank."""
-    parameters = list(parameters)
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    norm = full(norm)
-    if limit:
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return norm
+def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of all gradients together, a scalar of the same bits on every rank."""
+    return full(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
 # --- the model

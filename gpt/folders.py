@@ -203,7 +203,12 @@ def find_weights(name: str, root: Path) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+    except HFValidationError as e:
+        raise ValueError(
+            f"init_from={name} is no folder, no run, and no name that the Hugging Face hub could "
+            "have; there are no weights to start from; correct it"
+        ) from e
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
         raise ValueError(
             f"init_from={name} is no folder, no run, and could not be had from the Hugging Face "
             f"hub ({type(e).__name__}); there are no weights to start from; correct it, or "

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gpt.config import DType, RuntimeConfig
+from gpt.loss import NextTokenLoss, softmax_and_gradient
 
 
 @dataclass(slots=True)
@@ -163,9 +164,15 @@ def compile_blocks(model: nn.Module) -> None:
         block.body = torch.compile(block.body, dynamic=False)
 
 
-def uncompile_blocks(model: nn.Module) -> None:
+def compile_softmax(loss_of: NextTokenLoss) -> None:
+    """Compile what the loss does between its products. For GPUs: gpt/loss.py says why."""
+    loss_of.softmax = torch.compile(softmax_and_gradient, dynamic=False)
+
+
+def uncompile(loss_of: NextTokenLoss) -> None:
     """Back to eager, on a machine where compiling failed."""
-    for block in _blocks(model):
+    loss_of.softmax = None
+    for block in _blocks(loss_of.model):
         block.body = block._body
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt import checkpoint, distributed, folders, runtime
 from gpt.bad_steps import Judge, Progress, Update, Verdict
@@ -80,9 +80,11 @@ class Trainer:
         self.meter = Meter(config.batch_tokens, flops_per_token(model), peak)
         self.model: GPT = model.to(machine.device)
         runtime.recompute_blocks(model, machine.config.activation_checkpointing)
+        self.loss_of = NextTokenLoss(model, eot if document_mask else None)
         if machine.compile:
             runtime.compile_blocks(model)
-        self.loss_of = NextTokenLoss(model, eot if document_mask else None)
+            if machine.device.type == "cuda":
+                runtime.compile_softmax(self.loss_of)
         self.module = distributed.wrap(self.loss_of, ranks, machine)
         self.optimizer = build_optimizer(model, optimizer)
         self.scaler = torch.amp.GradScaler(
@@ -126,7 +128,7 @@ class Trainer:
                 raise Interrupted
         total = distributed.all_sum(losses.sum(), self.ranks)
         self.scaler.unscale_(self.optimizer)
-        norm = distributed.clip_grad_norm(self.model.parameters(), config.grad_clip)
+        norm = distributed.grad_norm(self.model.parameters())
         # The one place where the step waits for the device.
         loss, grad_norm = torch.stack([total / config.batch_tokens, norm]).tolist()
         lr = self.peak_lr * lr_scale(self.schedule, progress.step, config.max_steps)
@@ -137,6 +139,9 @@ class Trainer:
             self.judge.name_windows(losses, self.reader.starts(progress.step), self.train.describe)
             self.judge.check_patience(done, progress)
         if verdict == Verdict.take:
+            # Below the limit every gradient would be multiplied by 1: a pass over all of them less.
+            if config.grad_clip and grad_norm > config.grad_clip - 1e-5:
+                nn.utils.clip_grads_with_norm_(self.model.parameters(), config.grad_clip, norm)
             set_lr(self.optimizer, lr)
             self.scaler.step(self.optimizer)
         if self.scaler.is_enabled():  # after every unscale_, taken or not
@@ -203,7 +208,7 @@ class Trainer:
             reason = str(e).strip().splitlines()[0]
             self.tracker.say(f"torch.compile failed on this machine ({reason}): running without")
         self.compile_may_fail = False
-        runtime.uncompile_blocks(self.model)
+        runtime.uncompile(self.loss_of)
         self.optimizer.zero_grad(set_to_none=True)
         return attempt()
 

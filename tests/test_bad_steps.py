@@ -80,14 +80,18 @@ def test_a_spike_is_logged_or_skipped(what: str, tmp_path: Path, book: Path) -> 
     assert by_step[60].get("skipped") == (None if what == "log" else 1)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(1, "ddp"), *(pytest.param(2, how, marks=pytest.mark.slow) for how in ("ddp", "fsdp"))],
+)
 def test_a_rollback_leaves_the_windows_out_also_after_a_kill(
-    ranks: int, tmp_path: Path, book: Path
+    ranks: int, parallel: str, tmp_path: Path, book: Path
 ) -> None:
     """A spike at step 46: back to 40, and on with the windows after it. Killed at 44 on the second
     try, and at 53, after a save: the bits of the run that was not killed."""
     spike = partial(faults.scale_loss, 10.0, [45], None, True)
-    args = arguments(book, tmp_path / "whole", "trainer.on_spike=rollback")
+    more = ["trainer.on_spike=rollback", f"runtime.parallel={parallel}"]
+    args = arguments(book, tmp_path / "whole", *more)
     whole = Run(args, tmp_path / "out", ranks, spike)
     assert whole.codes() == [0] * ranks, whole.text()
     assert whole.text().count("back to step 40, leaving out the windows of the 6 steps") == 1
@@ -96,7 +100,7 @@ def test_a_rollback_leaves_the_windows_out_also_after_a_kill(
     logged = rows(tmp_path / "whole" / "runs" / "r")
     assert [row["step"] for row in logged] == list(range(1, 61))
 
-    args = arguments(book, tmp_path / "killed", "trainer.on_spike=rollback")
+    args = arguments(book, tmp_path / "killed", *more)
     for step in (43, 52):
         dead = partial(faults.before_update, step, faults.die, after_rollback=True)
         run = Run(args, tmp_path / "out", ranks, partial(faults.all_of, spike, dead))

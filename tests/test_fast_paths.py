@@ -30,7 +30,9 @@ def losses(train_run: TrainRun, name: str, *overrides: str) -> list[float]:
 def plainly(train_run: TrainRun) -> Callable[..., list[float]]:
     """Attention written out, loss over all logits at once, AdamW tensor by tensor, no compiler."""
 
-    def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    def cross_entropy(
+        hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softmax: None
+    ) -> Tensor:
         return F.cross_entropy(hidden @ weight[:vocab_size].t(), targets, reduction="sum")
 
     def adamw(model: torch.nn.Module, config: Any) -> torch.optim.AdamW:
@@ -68,6 +70,20 @@ def test_compiled(
     masks from the same seed."""
     fast = losses(train_run, "fast", *dropout, "runtime.compile=true")
     assert fast == pytest.approx(plainly(*dropout), rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_on_a_gpu(
+    train_run: TrainRun, plainly: Callable[..., list[float]], dtype: str
+) -> None:
+    """Against the plain path in float32 on the CPU; bfloat16 rounds to a 256th."""
+    plain = plainly()
+    fast = losses(
+        train_run, "fast", "runtime.device=cuda", "runtime.compile=true", f"runtime.dtype={dtype}"
+    )
+    assert fast == pytest.approx(plain, rel=1e-3 if dtype == "float32" else 1e-2)
 
 
 @pytest.mark.slow

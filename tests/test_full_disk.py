@@ -68,6 +68,7 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(
     assert run.codes() == [2], run.text()
     checkpoints = mount / "runs" / "r" / "checkpoints"
     assert_one_error(run, checkpoints, "No space left on device")
+    assert "os error" not in run.text()
     found, complaints = folders.newest_whole(checkpoints)
     assert found is not None and found.name == "step_00000010" and complaints == []
     assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step_00000010"]

@@ -266,22 +266,22 @@ def test_a_step_that_can_not_be_dealt_out_is_refused(
 
 def keep_gradients(out: str) -> None:
     """The first step's gradients, as they are before clipping, go to a file."""
-    clip, update = distributed.clip_grad_norm, Trainer.update
+    norm, update = distributed.grad_norm, Trainer.update
 
     def keeping(self: Trainer) -> Any:
         names = [name for name, _ in self.model.named_parameters()]
 
-        def kept(parameters: Iterator[torch.nn.Parameter], limit: float | None) -> Any:
+        def kept(parameters: Iterator[torch.nn.Parameter]) -> Any:
             parameters = list(parameters)
             grads = [distributed.full(p.grad).clone() for p in parameters if p.grad is not None]
             how = type(self.module).__name__
             how += " of compiled blocks" if self.model.h[0].body != self.model.h[0]._body else ""
             named = dict(zip(names, grads, strict=True))
             save_file(named, f"{out}.{self.ranks.rank}", {"how": how})
-            distributed.clip_grad_norm = clip
-            return clip(parameters, limit)
+            distributed.grad_norm = norm
+            return norm(parameters)
 
-        distributed.clip_grad_norm = kept  # type: ignore[assignment]
+        distributed.grad_norm = kept  # type: ignore[assignment]
         Trainer.update = update  # type: ignore[method-assign]
         return self.update()
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import train
 from conf.cli import stored_overrides
 from conf.door import RunError
-from gpt import checkpoint, folders, trainer
+from gpt import checkpoint, distributed, folders, trainer
 from gpt.tracker import read_metrics
 
 ROOT = Path(train.__file__).parent
@@ -435,6 +435,11 @@ def test_init_from_another_tokenizer_is_refused(train_run: TrainRun, finished: P
         train_run(f"init_from={finished}", "data.tokenizer=gpt2", name="tuned")
 
 
+def test_init_from_nowhere_is_refused(train_run: TrainRun) -> None:
+    with pytest.raises(ValueError, match="no folder, no run, and no name that the"):
+        train_run("init_from=/nonexistent/model", name="tuned")
+
+
 def test_init_from_another_shape_is_refused(train_run: TrainRun, finished: Path) -> None:
     with pytest.raises(ValueError, match="n_layer 2 there, 3 here"):
         train_run(f"init_from={finished}", "model.n_layer=3", name="tuned")
@@ -551,3 +556,46 @@ def test_a_step_of_hours_is_dropped_for_a_signal(tmp_path: Path, tiny_args: list
                 break
         assert "stopped after step 0" in process.stdout.read()
         assert process.wait(30) == 143
+
+
+def test_a_warm_up_longer_than_the_run_is_noted(
+    train_run: TrainRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "schedule.warmup_steps=3 is more than all 2 steps: the learning rate never reaches"
+    for warmup, noted in ((2, False), (3, True)):
+        code, _ = train_run(
+            f"schedule.warmup_steps={warmup}", "trainer.max_steps=2", name=f"warm{warmup}"
+        )
+        assert code == 0 and (said in capsys.readouterr().out) == noted
+
+
+def test_gradients_are_clipped_only_where_that_changes_them(
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as clipping at every step, at as many steps as have a greater norm."""
+    args = ["trainer.log_every=1", "trainer.eval_every=null"]
+    _, free = train_run(*args, "trainer.grad_clip=null", name="free")
+    limit = sorted(row["grad_norm"] for row in read_metrics(free))[10]
+    args.append(f"trainer.grad_clip={limit}")
+    clip, norm = torch.nn.utils.clip_grads_with_norm_, distributed.grad_norm
+    calls = []
+
+    def counted(*arguments: Any) -> None:
+        calls.append(arguments)
+        clip(*arguments)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", counted)
+    _, ours = train_run(*args, name="ours")
+    norms = [row["grad_norm"] for row in read_metrics(ours)]
+    assert len(calls) == sum(n > limit for n in norms) and 0 < len(calls) < 20
+
+    def always(parameters: Any) -> torch.Tensor:
+        parameters = list(parameters)
+        found = norm(parameters)
+        clip(parameters, limit, found)
+        return found
+
+    monkeypatch.setattr(distributed, "grad_norm", always)
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *arguments: None)
+    _, theirs = train_run(*args, name="theirs")
+    assert_same_bits(weights(ours), weights(theirs))

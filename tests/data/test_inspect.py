@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 
@@ -55,6 +56,7 @@ def test_the_report_names_what_is_wrong(tmp_path, capsys, log):
     assert main([str(shards), "--windows", "2"]) == 0
     out = capsys.readouterr().out
     assert "train: " in out and "out of range: 0" in out
+    assert re.search(r"validation: \d+ whole documents chosen by hash: [\d,]+ tokens, ", out)
     assert "exact duplicates: 19 documents; in both splits: 1" in out
     assert "20 x " in out
     assert "a run of" in out

@@ -2,11 +2,14 @@ import json
 import os
 import re
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import datasets
 import numpy as np
 import pytest
 
+from data.lock import lock
 from data.prepare import Standing, prepare, standing
 from data.shards import load_manifest
 from data.sources import HFConfig, SotuConfig
@@ -233,3 +236,22 @@ def test_another_tokenizer_gets_a_folder_of_its_own(tmp_path, log):
     ]
     assert names[1] == names[0] + "-byte"
     assert names[0].startswith("a-")
+
+
+def test_a_second_preparation_says_that_it_waits(tmp_path, log, said):
+    """And takes what the first one made."""
+    (tmp_path / "a.txt").write_text("We the people of the United States")
+    config = text_config(tmp_path / "a.txt")
+    made = prepare(config, tmp_path, log)
+    said.clear()
+    with ThreadPoolExecutor(1) as pool:
+        with lock(made.with_name(f".{made.name}.lock"), lambda: pytest.fail("it is free")):
+            second = pool.submit(prepare, config, tmp_path, log)
+            while not said:
+                assert not second.done()
+                time.sleep(0.01)
+            assert said == [
+                f"data: {made.name} is being prepared by another process: waiting for it"
+            ]
+        assert second.result(60) == made
+    assert said[1].startswith(f"data: {made.name} is ready: ")

@@ -61,6 +61,32 @@ def test_weights_and_moments_come_back_to_the_bit(tmp_path: Path) -> None:
             assert torch.equal(optimizer.state[p][key], other.state[q][key])
 
 
+def test_no_file_tells_of_a_device(tmp_path: Path) -> None:
+    """S11: a tensor is numbers, a shape and a format, so it loads wherever it is asked to."""
+    path = save(tmp_path)
+    for name in (folders.WEIGHTS, folders.MOMENTS):
+        content = (path / name).read_bytes()
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        told = {key for of, entry in header.items() if of != "__metadata__" for key in entry}
+        assert told == {"dtype", "shape", "data_offsets"}
+    loaded = checkpoint.load_model(path, "meta")  # a device that it was surely not saved on
+    assert {p.device.type for p in loaded.parameters()} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_a_gpu_saved_loads_on_the_cpu_and_back(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    model.cuda()
+    path = tmp_path / "step_00000001"
+    checkpoint.write(
+        path, checkpoint.snapshot(model, optimizer), {"step": 1}, eot=59, tokenizer=None
+    )
+    for device in ("cpu", "cuda"):
+        loaded = checkpoint.load_model(path, device)
+        for a, b in zip(model.parameters(), loaded.parameters(), strict=True):
+            assert b.device.type == device and torch.equal(a.cpu(), b.cpu())
+
+
 def test_a_save_that_dies_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

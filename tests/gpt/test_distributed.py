@@ -73,8 +73,9 @@ def work(rank: int, folder: str) -> None:
         module(ids(rank), ids(rank)).backward()
     for name, p in model.named_parameters():
         out[f"grad.{name}"] = distributed.full(p.grad)
-    out["norm"] = distributed.clip_grad_norm(model.parameters(), 0.5)
-    out["norm_after"] = distributed.clip_grad_norm(model.parameters(), None)
+    out["norm"] = distributed.grad_norm(model.parameters())
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, out["norm"])
+    out["norm_after"] = distributed.grad_norm(model.parameters())
     optimizer.step()
     keep("end")
     for name, p in model.named_parameters():

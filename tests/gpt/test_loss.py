@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt import loss
-from gpt.loss import cross_entropy_sum
+from gpt import loss, runtime
+from gpt.config import GPTConfig
+from gpt.loss import IGNORE, NextTokenLoss, Softmax, cross_entropy_sum, softmax_and_gradient
+from gpt.model import GPT
 
 
 def whole(
@@ -15,8 +17,11 @@ def whole(
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
 
+@pytest.mark.parametrize("softmax", [None, softmax_and_gradient])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64, 1000])
-def test_chunks_change_nothing(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_nothing(
+    chunk_rows: int, softmax: Softmax | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loss and both gradients, in float64, with ignored targets and pad rows."""
     monkeypatch.setattr(loss, "chunk_rows", lambda device, dtype: chunk_rows)
     generator = torch.Generator().manual_seed(0)
@@ -24,7 +29,7 @@ def test_chunks_change_nothing(chunk_rows: int, monkeypatch: pytest.MonkeyPatch)
     weight = torch.randn(128, 12, generator=generator, requires_grad=True)
     targets = torch.randint(0, 101, (50,), generator=generator)
     targets[::9] = -1
-    ours = cross_entropy_sum(hidden, weight, targets, 101)
+    ours = cross_entropy_sum(hidden, weight, targets, 101, softmax)
     theirs = whole(hidden.double(), weight.double(), targets, 101)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     for a, b in zip(
@@ -42,6 +47,39 @@ def test_a_second_backward_is_refused_and_not_wrong() -> None:
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own inner workings
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_softmax_that_a_gpu_compiles(dtype: torch.dtype) -> None:
+    """Compiled, here for a CPU, it gives the loss and gradients of the one that isn't: in training,
+    in evaluation and, once undone, again. In bfloat16 products sum in other orders."""
+    config = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 64, "vocab_size": 1001}
+    model = GPT(GPTConfig(**config, embd_dropout=0.0, attn_dropout=0.0, resid_dropout=0.0))
+    x, y = torch.randint(0, 1001, (2, 2, 64), generator=torch.Generator().manual_seed(0))
+    y[0, ::5] = IGNORE
+    loss_of = NextTokenLoss(model)
+
+    def measure() -> tuple[float, float, torch.Tensor]:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            out = loss_of(x, y)
+            out.backward()
+            with torch.no_grad():
+                again = loss_of(x, y).item()
+        grad = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        return out.item(), again, grad
+
+    plain = measure()
+    runtime.compile_softmax(loss_of)
+    compiled = measure()
+    assert compiled[:2] == pytest.approx(plain[:2], rel=1e-6)
+    limit = 1e-6 if dtype == torch.float32 else 1e-2
+    assert (compiled[2] - plain[2]).norm() <= limit * plain[2].norm()
+    runtime.uncompile(loss_of)
+    undone = measure()
+    assert undone[:2] == plain[:2] and torch.equal(undone[2], plain[2])
 
 
 def test_nothing_to_predict_is_nothing_to_learn() -> None:
