@@ -1,5 +1,5 @@
-"""Claim: dropping attention weights on a CPU costs less than half as much again as not dropping
-them, in memory that grows with T; scaled_dot_product_attention's grows with T² when it drops.
+"""Claim: dropping attention weights on a CPU takes less than twice the time of not dropping them,
+in memory that grows with T; scaled_dot_product_attention's grows with T² when it drops.
 
 python benchmarks/attention_dropout.py [--heads 12] [--head-dim 64] [--windows 1] [--rounds 3]
 

@@ -125,6 +125,8 @@ def build(
         else:
             runtime.compile_blocks(model)
         loss = NextTokenLoss(model)
+        if machine.device.type == "cuda":
+            runtime.compile_softmax(loss)
 
         def ours() -> Tensor:
             with machine.autocast():

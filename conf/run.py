@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from gpt.autobatch import find_micro_batch_size
 from gpt.bad_steps import Progress, StepError
 from gpt.config import Parallel
 from gpt.generate import generate
+from gpt.loss import NextTokenLoss
 from gpt.model import GPT
 from gpt.ranks import Ranks, find_ranks
 from gpt.tracker import Tracker
@@ -46,8 +47,8 @@ def train(config: Config, overrides: list[str]) -> int:
     machine = runtime.resolve(config.runtime, ranks.local_rank)
     config.trainer.check_batch(config.model.block_size, ranks.world_size)
     distributed.start(ranks, machine)
-    with Tracker(config.tracker, ranks.is_main) as tracker, contextlib.ExitStack() as locks:
-        code = _train(config, overrides, machine, ranks, tracker, locks)
+    with Tracker(config.tracker, ranks.is_main) as tracker, contextlib.ExitStack() as around:
+        code = _train(config, overrides, machine, ranks, tracker, around)
     distributed.barrier(ranks)  # nobody leaves while another still needs it
     return code
 
@@ -58,18 +59,18 @@ def _train(
     machine: runtime.Runtime,
     ranks: Ranks,
     tracker: Tracker,
-    locks: contextlib.ExitStack,
+    around: contextlib.ExitStack,
 ) -> int:
     root = Path(config.paths.root)
 
-    name = config.run or distributed.from_main(_new_name(root), ranks)
+    name = config.run or distributed.from_main(folders.new_name(root), ranks)
     folder = root / "runs" / name
     if locked := ranks.is_main and folder.is_dir():
-        locks.enter_context(_lock(folder))
+        around.enter_context(_lock(folder))
         folders.recover(folder / "checkpoints")
     distributed.barrier(ranks)
     continue_with = f"python train.py run={name}" + _root_override(overrides)
-    found, complaints = folders.newest_whole(folder / "checkpoints")
+    found, complaints = _newest(folder / "checkpoints", ranks)
     state = folders.read_state(found) if found else None
     for complaint in complaints:
         tracker.say(f"warning: {complaint}; going back to {found}")
@@ -79,7 +80,9 @@ def _train(
         if finished and to_plain(config)["data"] == state["config"]["data"]:
             return _nothing_left(tracker, state, name, continue_with)
 
-    source = folders.find_weights(config.init_from, root) if config.init_from else None
+    source = None  # a run that goes on has weights of its own: its source may be gone by now
+    if config.init_from and found is None:
+        source = folders.find_weights(config.init_from, root)
     shards = Path(distributed.from_main(_prepare(config, root, tracker, ranks, state), ranks))
     manifest = load_manifest(shards)
     if state is not None and state["data_fingerprint"] != manifest.fingerprint:
@@ -91,6 +94,7 @@ def _train(
         return _nothing_left(tracker, state, name, continue_with)
     config.model.vocab_size = _vocab_size(config, manifest)
     train_windows, val_windows = _open(config, shards, manifest)
+    around.enter_context(_memory_told(config, machine))
     model = _build(config, found or source, manifest)
     if config.trainer.micro_batch_size == "auto":
         if config.runtime.parallel == Parallel.fsdp and not state:
@@ -98,10 +102,11 @@ def _train(
                 "trainer.micro_batch_size=auto can't be tried before a model is sharded "
                 "(runtime.parallel=fsdp); how much fits is unknown; give a number"
             )
+        loss_of = NextTokenLoss(model, manifest.eot if config.data.document_mask else None)
         config.trainer.micro_batch_size = (
             state["config"]["trainer"]["micro_batch_size"]
             if state
-            else find_micro_batch_size(model, config.trainer.batch_tokens, machine, ranks)
+            else find_micro_batch_size(loss_of, config.trainer.batch_tokens, machine, ranks)
         )
         config.trainer.check_batch(config.model.block_size, ranks.world_size)
         tracker.say(f"trainer.micro_batch_size=auto: {config.trainer.micro_batch_size}")
@@ -109,7 +114,7 @@ def _train(
     if ranks.is_main:
         if not locked:
             folder = _claim(folder, config.run is not None)
-            locks.enter_context(_lock(folder))
+            around.enter_context(_lock(folder))
         _create(folder, config, overrides)
     name = distributed.from_main(folder.name, ranks)
     folder = root / "runs" / name
@@ -150,7 +155,8 @@ def _train(
     )
     if state is not None and found is not None:
         checkpoint.load_moments(found, model, trainer.optimizer)
-        trainer.scaler.load_state_dict(state["loss_scaler"])
+        if state["loss_scaler"]:  # none, if it was saved under another number format
+            trainer.scaler.load_state_dict(state["loss_scaler"])
         say_where(tracker, config, state)
     try:
         stopped_by = trainer.run()
@@ -161,20 +167,22 @@ def _train(
             f"{trainer.newest()}; lower optimizer.lr, or look at the windows named above with "
             f"python -m data.inspect {shards} --window N"
         ) from e
-    except (RuntimeError, MemoryError) as e:
-        if not runtime.is_out_of_memory(e):
-            raise
-        raise ValueError(
-            f"{machine.device} ran out of memory with micro-batches of "
-            f"{config.trainer.micro_batch_size} windows; the run can't go on there; start it with "
-            "a smaller trainer.micro_batch_size (or auto), runtime.activation_checkpointing=true, "
-            "or, over several devices, runtime.parallel=fsdp"
-        ) from e
     report(tracker, trainer, folder, continue_with, stopped_by)
     return 128 + stopped_by if stopped_by else 0
 
 
 # --- before
+
+
+def _newest(checkpoints: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint by what the main rank sees, so that all continue the same one."""
+    found, complaints = folders.newest_whole(checkpoints) if ranks.is_main else (None, [])
+    name = distributed.from_main(found.name if found else None, ranks)
+    if name is None:
+        return None, []
+    if not ranks.is_main:
+        folders.verify(checkpoints / name)
+    return checkpoints / name, complaints
 
 
 def _nothing_left(tracker: Tracker, state: dict[str, Any], name: str, continue_with: str) -> int:
@@ -202,15 +210,6 @@ def _prepare(
     return str(shards)
 
 
-def _new_name(root: Path) -> str:
-    base = time.strftime("%Y%m%d-%H%M%S")
-    name, n = base, 1
-    while (root / "runs" / name).exists():
-        n += 1
-        name = f"{base}-{n}"
-    return name
-
-
 def _lock(run: Path) -> contextlib.AbstractContextManager[None]:
     """One process (or job) at a time trains a run."""
 
@@ -221,6 +220,22 @@ def _lock(run: Path) -> contextlib.AbstractContextManager[None]:
         )
 
     return lock(run / ".lock", busy)
+
+
+@contextlib.contextmanager
+def _memory_told(config: Config, machine: runtime.Runtime) -> Iterator[None]:
+    """Memory that runs out while a model is built or trained is one line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:
+        if not runtime.is_out_of_memory(e):
+            raise
+        raise ValueError(
+            f"{machine.device} ran out of memory with micro-batches of "
+            f"{config.trainer.micro_batch_size} windows; the run can't go on there; start it with "
+            "a smaller trainer.micro_batch_size (or auto), runtime.activation_checkpointing=true, "
+            "or, over several devices, runtime.parallel=fsdp"
+        ) from e
 
 
 def _claim(folder: Path, named: bool) -> Path:
@@ -235,7 +250,7 @@ def _claim(folder: Path, named: bool) -> Path:
                     f"run {folder.name} was begun by another process just now; two would write "
                     "over each other; wait for it, stop it, or choose another run=NAME"
                 ) from None
-            folder = folder.with_name(_new_name(folder.parent.parent))
+            folder = folder.with_name(folders.new_name(folder.parent.parent))
 
 
 def _root_override(overrides: list[str]) -> str:
@@ -346,7 +361,14 @@ def _sampler(
     def sample(model: GPT) -> str:
         start = torch.full((1, 1), manifest.eot, device=model.wte.weight.device)
         ids = generate(
-            model, start, SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=seed, eot=manifest.eot
+            model,
+            start,
+            SAMPLE_TOKENS,
+            temperature=0.8,
+            top_k=50,
+            seed=seed,
+            eot=manifest.eot,
+            n_vocab=manifest.n_vocab,
         )
         out = [i for i in ids[0].tolist() if i != manifest.eot]
         return tokenizer.decode(out)

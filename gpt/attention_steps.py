@@ -137,7 +137,7 @@ def keep_mask(length: int, p: float, seed: int, layer: int = 0, head: int = 0) -
 
     length T, 0 <= p < 1, seed 0 .. 2^32 - 1 -> bool [T, T], each True with probability 1 - p.
     Whole-number arithmetic modulo 2^32, so that any language gives the same mask.
-    Training draws its masks from torch's generator; this one is for looking at a mask twice.
+    Training has masks of its own (gpt/attention_dropout.py); this one is for looking at twice.
     Source of the mixing constants: C. Wellons' "lowbias32" integer hash.
     """
     i = torch.arange(length)[:, None]

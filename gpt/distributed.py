@@ -36,6 +36,12 @@ def start(ranks: Ranks, machine: Runtime) -> None:
             )
         if ranks.world_size == 1:
             machine.notes.append("runtime.parallel=fsdp on one process: there is nothing to shard")
+    if ranks.world_size > 1 and (machine.config.device.startswith("cuda:") or device.type == "mps"):
+        raise ValueError(
+            f"runtime.device={machine.config.device} is one device and there are "
+            f"{ranks.world_size} ranks; each needs one of its own; use runtime.device=cuda, where "
+            "every rank takes its card, or cpu"
+        )
     if ranks.world_size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
@@ -139,7 +145,7 @@ def _replicate(loss_of: NextTokenLoss, machine: Runtime) -> nn.Module:
     with torch.compiler.set_stance("force_eager"), machine.autocast():
         for _ in range(2):  # they are sorted when the second forward begins
             wrapped(token, token).backward()
-    wrapped.zero_grad(set_to_none=True)
+    forget_gradients(wrapped)
     return wrapped
 
 
@@ -167,6 +173,12 @@ def _shard(loss_of: NextTokenLoss, ranks: Ranks, machine: Runtime) -> nn.Module:
     # would else leave whole parameters in the model, where the optimizer's and a save's are shards.
     fully_shard(loss_of, mesh=mesh, reshard_after_forward=True)
     return loss_of
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Before the next step adds up its own. DDP's are zeroed where they lie: they are its buckets,
+    and let go, micro-batches would add up beside them, in as much memory again."""
+    module.zero_grad(set_to_none=not isinstance(module, DistributedDataParallel))
 
 
 def set_gradient_sync(module: nn.Module, sync: bool) -> None:

@@ -58,7 +58,8 @@ def evaluate(
                 loss = loss_of(x, y)
             counted = y != IGNORE
             n_bytes = (token_bytes[y.clamp_min(0)] * counted).sum()
-            sums += torch.stack([loss.double(), counted.sum(), n_bytes]).cpu()
+            # float32 holds both counts of a batch exactly; MPS has no float64.
+            sums += torch.stack([loss, counted.sum(), n_bytes]).cpu().double()
             if int(distributed.all_max(torch.tensor(int(stopped())), ranks)):
                 return None
     finally:

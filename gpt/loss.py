@@ -33,15 +33,17 @@ def softmax_and_gradient(
 ) -> Tensor:
     """Summed loss of a chunk, float32; with_grad, d loss / d logits takes the logits' place.
 
-    logits [rows, padded V], targets int64 [rows]. Written to be compiled: that makes two passes
-    over the logits with nothing of their size beside them, where torch's kernels one after the
-    other take seven and a float32 copy. A GPU waits for memory here, a CPU doesn't.
+    logits [rows, padded V], targets int64 [rows]. Written to be compiled: that makes a few passes
+    over the logits with nothing of their size beside them, where torch's kernels, one after the
+    other, write a float32 copy and go over it again and again. A GPU waits for memory here
+    (docs/decisions.md), a CPU doesn't.
     """
     columns = torch.arange(logits.shape[1], device=logits.device)
     x = logits.float().masked_fill(columns >= vocab_size, float("-inf"))
     counted = targets != IGNORE
     index = targets.clamp_min(0).unsqueeze(1)
-    log_sum = x.logsumexp(1, keepdim=True)
+    top = x.amax(1, keepdim=True)  # written out, so that the compiler sees a softmax in it
+    log_sum = top + (x - top).exp().sum(1, keepdim=True).log()
     loss = ((log_sum - x.gather(1, index)).squeeze(1) * counted).sum()
     if with_grad:
         grad = torch.exp(x - log_sum) - (columns == index).float()

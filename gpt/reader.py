@@ -61,7 +61,9 @@ class Reader:
             waiting = self._begin(step + 1, 0) if last else self._begin(step, i + 1)
             if last:
                 self._ahead = (step + 1, waiting)
-            yield x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+            # Only from pinned memory: MPS would read what is already freed.
+            ahead = self.device.type == "cuda"
+            yield x.to(self.device, non_blocking=ahead), y.to(self.device, non_blocking=ahead)
 
     def pass_over(self, left_out: list[list[int]]) -> None:
         """From now on without these windows."""

@@ -123,7 +123,7 @@ def resolve(config: RuntimeConfig, local_rank: int = 0) -> Runtime:
     if config.deterministic:
         # cuBLAS reads this when it starts, so before the first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(config.deterministic)  # off, too: jobs share a process
     if device.type == "cpu":
         keep_freed_memory()
     return Runtime(config, device, dtype, compile_it, notes)
@@ -150,8 +150,13 @@ def compile_blocks(model: nn.Module) -> None:
     about the same speed; and the embedding must stay outside, since its compiled backward adds
     in any order and the bits of a run would differ from one process to the next.
     """
+    from torch._dynamo import config as dynamo
     from torch._functorch import config as partitioner
     from torch._inductor import config
+
+    # Under DDP a block would be cut where a bucket of gradients fills; buckets are exchanged
+    # between blocks all the same, and what crosses a cut is kept for the backward pass.
+    dynamo.optimize_ddp = False
 
     # The backward pass makes layer norms and GELU again where it needs them for a product: a third
     # of a layer's activations less to keep, for a hundredth of its time.

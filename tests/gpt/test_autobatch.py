@@ -5,15 +5,18 @@ import torch
 
 from gpt import autobatch
 from gpt.config import GPTConfig
+from gpt.loss import NextTokenLoss
 from gpt.model import GPT
 from gpt.ranks import Ranks
-from gpt.runtime import Runtime
+from gpt.runtime import Runtime, resolve
+from tests.gpt.test_runtime import config
 
 
-def tiny(block_size: int) -> GPT:
+def tiny(block_size: int) -> NextTokenLoss:
     shape = {"vocab_size": 60, "n_layer": 1, "n_head": 1, "n_embd": 8}
     off = {"embd_dropout": 0.0, "attn_dropout": 0.0, "resid_dropout": 0.0}
-    return GPT(GPTConfig(block_size=block_size, **shape, **off))  # type: ignore[arg-type]
+    config = GPTConfig(block_size=block_size, **shape, **off)  # type: ignore[arg-type]
+    return NextTokenLoss(GPT(config))
 
 
 def machine(device: str) -> Runtime:
@@ -35,7 +38,7 @@ def test_out_of_memory_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """96 windows a step: 48 at once are tried (64 don't divide), then 24, then 12, which fit 20."""
     tried = []
 
-    def fits(model: GPT, windows: int, machine: Runtime) -> bool:
+    def fits(loss_of: NextTokenLoss, windows: int, machine: Runtime) -> bool:
         tried.append(windows)
         return windows <= 20
 
@@ -52,8 +55,8 @@ def test_where_nothing_fits_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_what_is_found_runs() -> None:
-    """Memory capped at 1 GiB: fewer than all windows, and the trial leaves nothing behind."""
-    torch.cuda.set_per_process_memory_fraction(2**30 / torch.cuda.mem_get_info()[1])
+    """Memory capped at 2 GiB: fewer than all windows, and the trial leaves nothing behind."""
+    torch.cuda.set_per_process_memory_fraction(2**31 / torch.cuda.mem_get_info()[1])
     try:
         model = GPT(
             GPTConfig(
@@ -67,7 +70,8 @@ def test_on_a_gpu_what_is_found_runs() -> None:
                 resid_dropout=0.0,
             )
         )
-        size = autobatch.find_micro_batch_size(model, 64 * 1024, machine("cuda:0"), Ranks())
+        here = resolve(config(device="cuda:0"))
+        size = autobatch.find_micro_batch_size(NextTokenLoss(model), 64 * 1024, here, Ranks())
         assert 1 <= size < 64
         assert all(p.grad is None for p in model.parameters())
     finally:

@@ -177,6 +177,40 @@ def assert_near(folder: Path, tolerance: float) -> None:
         assert (ddp - fsdp).norm() <= tolerance * ddp.norm(), name
 
 
+def work_twice(rank: int, folder: str) -> None:
+    """Where DDP's gradients lie after each micro-batch of two steps, and how many buckets."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=N)
+    loss_of = make()
+    module = distributed.wrap(loss_of, Ranks(rank, rank, N), machine(parallel=Parallel.ddp))
+    places = []
+    for sync in (False, True, False, True):
+        distributed.set_gradient_sync(module, sync)
+        module(ids(rank), ids(rank)).backward()
+        grads = [p.grad for p in loss_of.parameters() if p.grad is not None]
+        places.append({grad.untyped_storage().data_ptr() for grad in grads})
+        if sync:
+            distributed.forget_gradients(module)
+            assert not any(grad.any() for grad in grads)
+    Path(f"{folder}/seen.{rank}").write_text(f"{len(places[0])} {places.count(places[0])}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ddp_adds_micro_batches_up_in_its_buckets(tmp_path: Path) -> None:
+    """All gradients of this small model in one piece of memory, the same in every micro-batch."""
+    run(work_twice, tmp_path)
+    assert [(tmp_path / f"seen.{rank}").read_text() for rank in range(N)] == ["1 4"] * N
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "mps"])
+def test_ranks_can_not_share_one_device(device: str) -> None:
+    here = machine()
+    here.config.device, here.device = device, torch.device(device)
+    with pytest.raises(ValueError, match=f"runtime.device={device} is one device and there are 2"):
+        distributed.start(Ranks(0, 0, 2), here)
+
+
 def test_bfloat16_on_a_cpu(tmp_path: Path) -> None:
     """Under autocast, weights and the residual stream in float32, as with DDP."""
     run(work_in_bfloat16, tmp_path)
