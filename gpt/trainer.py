@@ -124,7 +124,7 @@ class Trainer:
             losses[i] = self._forward_backward(x, y, j, sync=i == self.grad_accum_steps - 1)
             self.watchdog.beat()
             if self.stop.is_overdue():
-                self.optimizer.zero_grad(set_to_none=True)
+                distributed.forget_gradients(self.module)
                 raise Interrupted
         total = distributed.all_sum(losses.sum(), self.ranks)
         self.scaler.unscale_(self.optimizer)
@@ -146,7 +146,7 @@ class Trainer:
             self.scaler.step(self.optimizer)
         if self.scaler.is_enabled():  # after every unscale_, taken or not
             self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        distributed.forget_gradients(self.module)
         if verdict == Verdict.go_back and self._roll_back():
             return None
         taken = verdict == Verdict.take
@@ -170,7 +170,8 @@ class Trainer:
         self.progress = Progress.of(state)
         self.progress.left_out, self.progress.rollbacks_in_row = left_out, rollbacks + 1
         checkpoint.restore(folder, self.model, self.optimizer)
-        self.scaler.load_state_dict(state["loss_scaler"])
+        if state["loss_scaler"]:
+            self.scaler.load_state_dict(state["loss_scaler"])
         self.judge.spikes = Spikes(self.config.spike_z, self.progress.past_losses)
         self.reader.pass_over(left_out)
         self.tracker.rewind(self.progress.step)
@@ -209,7 +210,7 @@ class Trainer:
             self.tracker.say(f"torch.compile failed on this machine ({reason}): running without")
         self.compile_may_fail = False
         runtime.uncompile(self.loss_of)
-        self.optimizer.zero_grad(set_to_none=True)
+        distributed.forget_gradients(self.module)
         return attempt()
 
     # --- looking, without touching
@@ -320,7 +321,7 @@ class Trainer:
         config, step = self.config, self.progress.step
         last = step == config.max_steps
         evaluate = self.val is not None and (last or _due(step, config.eval_every))
-        due = last or evaluate or done is None or step % config.log_every == 0
+        due = last or evaluate or done is None or _due(step, config.log_every)
         row: dict[str, float] = {}
         if due:
             row = {"step": step, "tokens_seen": self.progress.tokens_seen}
@@ -344,6 +345,7 @@ class Trainer:
                 row |= {"val/loss": val_loss, "val/bits_per_byte": val_bits}
                 text += f"  val {val_loss:.3f} ({val_bits:.3f} bits/byte)"
                 progress.val_loss = val_loss if math.isfinite(val_loss) else None
+                progress.val_step = step
                 best = progress.best_val_loss
                 if math.isfinite(val_loss) and (best is None or val_loss < best):
                     progress.best_val_loss, progress.best_step = val_loss, step
