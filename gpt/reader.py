@@ -45,10 +45,18 @@ class Reader:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="windows")
         self._ahead: tuple[int, Future[Batch]] | None = None
 
+    def position(self, step: int) -> int:
+        """How many windows of the training order come before a step's."""
+        passed = sum(windows for since, windows in self.left_out if step >= since)
+        return step * self.windows_per_step + passed
+
     def starts(self, step: int) -> np.ndarray:
         """Where the windows of a step begin, those of all ranks."""
-        passed = sum(windows for since, windows in self.left_out if step >= since)
-        return self.data.starts(step * self.windows_per_step + passed, self.windows_per_step)
+        return self.data.starts(self.position(step), self.windows_per_step)
+
+    def epochs(self, step: int) -> float:
+        """How often the training text was read before a step."""
+        return self.position(step) / len(self.data)
 
     def batches(self, step: int) -> Iterator[Batch]:
         """x, y [B, T] in turn, on the device; one is read ahead, also over the border of steps."""

@@ -324,7 +324,8 @@ class Trainer:
         due = last or evaluate or done is None or _due(step, config.log_every)
         row: dict[str, float] = {}
         if due:
-            row = {"step": step, "tokens_seen": self.progress.tokens_seen}
+            epochs = self.reader.epochs(step)
+            row = {"step": step, "tokens_seen": self.progress.tokens_seen, "epoch": epochs}
             if done is not None:
                 row |= {"train/loss": done.loss, "lr": done.lr, "grad_norm": done.grad_norm}
             if self.progress.skipped:
