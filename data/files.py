@@ -38,8 +38,9 @@ def kind_of(file: Path) -> str:
 def find_files(path: str, log: Log) -> tuple[Path, list[Path]]:
     """The folder that ids are relative to, and the text files of a file, folder or glob, sorted.
 
-    Hidden files, folders of prepared shards and files of other kinds are passed over with a
-    notice. Raises ValueError where nothing is left, and for a file that cannot be read.
+    Hidden files, folders of prepared shards, linked folders (a link may lead back) and files of
+    other kinds are passed over with a notice. Raises ValueError where nothing is left, and for a
+    file or folder that cannot be read.
     """
     asked = Path(path).expanduser()
     kinds = " ".join("*" + suffix for suffix in WHOLE + RECORDS)
@@ -47,7 +48,7 @@ def find_files(path: str, log: Log) -> tuple[Path, list[Path]]:
     if asked.is_file():
         root, found = asked.parent, [asked]
     elif asked.is_dir():
-        root, found = asked, [Path(at, name) for at, _, names in os.walk(asked) for name in names]
+        root, found = asked, list(_below(asked))
     elif glob.has_magic(path):
         magic = next(i for i, part in enumerate(asked.parts) if glob.has_magic(part))
         root = Path(*asked.parts[:magic])
@@ -63,13 +64,15 @@ def find_files(path: str, log: Log) -> tuple[Path, list[Path]]:
             passed["hidden"] += 1
         elif any(_holds_shards(root / folder, shards) for folder in inside.parents):
             passed["in folders of prepared shards"] += 1
+        elif file.is_symlink() and file.is_dir():
+            passed["linked folders"] += 1
         elif not kind_of(file):
             passed[file.suffix or "without a suffix"] += 1
         else:
             kept.append(file)
     if passed:
         told = ", ".join(f"{count} {what}" for what, count in passed.most_common(5))
-        log(f"data: passed over files in {path}: {told}")
+        log(f"data: passed over in {path}: {told}")
     if not kept:
         raise ValueError(
             f"no documents found in data.path={path} (looked for {looked_for}); there is "
@@ -84,6 +87,22 @@ def find_files(path: str, log: Log) -> tuple[Path, list[Path]]:
                 f"{file} cannot be read ({why}); its text would be missing; mend or remove it"
             )
     return root, kept
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Every file below, and every linked folder, which is not entered."""
+
+    def refuse(error: OSError) -> None:
+        at = Path(error.filename)
+        if not any(part.startswith(".") for part in at.relative_to(folder).parts):
+            raise ValueError(
+                f"{at} cannot be read ({error.strerror}); its text would be missing; mend or "
+                "remove it"
+            ) from error
+
+    for at, folders, names in os.walk(folder, onerror=refuse):
+        yield from (Path(at, name) for name in names)
+        yield from (path for name in folders if (path := Path(at, name)).is_symlink())
 
 
 def _holds_shards(folder: Path, known: dict[Path, bool]) -> bool:
@@ -140,15 +159,19 @@ def decode_blocks(blocks: Iterable[bytes], name: str, strict: bool) -> Iterator[
             text, used = codecs.utf_8_decode(data, "strict", final)
         except UnicodeDecodeError as e:
             if strict:
-                raise RefusedError(
-                    f"{name} is not UTF-8 at byte {offset + e.start}; data.strict=true forbids "
-                    "the repair; convert the file, or set data.strict=false"
-                ) from e
+                raise RefusedError(_not_utf8(name, offset + e.start)) from e
             repaired = f"not UTF-8 at byte {offset + e.start}"
             text, used = codecs.utf_8_decode(data, "replace", final)
         yield text, repaired
         pending = data[used:]
         offset += used
+
+
+def _not_utf8(name: str, at: int) -> str:
+    return (
+        f"{name} is not UTF-8 at byte {at}; data.strict=true forbids the repair; convert the file, "
+        "or set data.strict=false"
+    )
 
 
 def _with_last(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
@@ -189,10 +212,7 @@ def _jsonl(file: Path, name: str, skip: int, field: str | None, strict: bool) ->
                 continue
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
-            try:
-                text, repaired = line.decode(), ""
-            except UnicodeDecodeError:
-                text, repaired = _repair(line, f"{name}:{number}", strict)
+            text, repaired = _repair(line, f"{name}:{number}", strict)
             text = text.strip()
             try:
                 record, end = parse(text)
@@ -208,34 +228,48 @@ def _jsonl(file: Path, name: str, skip: int, field: str | None, strict: bool) ->
 
 
 def _repair(raw: bytes, name: str, strict: bool) -> tuple[str, str]:
-    parts = list(decode_blocks([raw], name, strict))
-    return "".join(text for text, _ in parts), next(repair for _, repair in parts if repair)
+    """A record's text, and why it is not exactly these bytes, if it is not."""
+    try:
+        return raw.decode(), ""
+    except UnicodeDecodeError as e:
+        if strict:
+            raise RefusedError(_not_utf8(name, e.start)) from e
+        return raw.decode(errors="replace"), f"not UTF-8 at byte {e.start}"
+
+
+def _escaped(stream: BinaryIO) -> Iterator[str]:
+    """Text whose bad bytes are lone surrogates, so that each record can answer for its own."""
+    return codecs.iterdecode(_blocks(stream), "utf-8-sig", "surrogateescape")
+
+
+def _unescape(text: str, name: str, strict: bool) -> tuple[str, str]:
+    """A record of `_escaped` text, repaired."""
+    return _repair(text.encode("utf-8", "surrogateescape"), name, strict)
 
 
 def _json(file: Path, name: str, skip: int, field: str | None, strict: bool) -> Iterator[_Record]:
     """One record, or an array of them, parsed as it is read."""
     decoder = json.JSONDecoder()
     buffer, at, number, wanted, more = "", 0, 0, _BLOCK, True
-    repairs: list[str] = []
     with open_binary(file) as stream:
-        source = decode_blocks(_blocks(stream), name, strict)
+        source = _escaped(stream)
         while True:
             if more and len(buffer) - at < wanted:
                 parts, size = [buffer[at:]], len(buffer) - at
                 while more and size < 2 * wanted:
-                    text, repaired = next(source, (None, ""))
+                    text = next(source, None)
                     more = text is not None
                     parts.append(text or "")
                     size += len(parts[-1])
-                    repairs += [repaired] if repaired else []
                 buffer, at = "".join(parts), 0
                 if number == 0 and wanted == _BLOCK:  # the start: an array's bracket goes
                     at = cast(re.Match[str], re.match(r"\s*\[?", buffer)).end()
             at = cast(re.Match[str], _BETWEEN.match(buffer, at)).end()
             if at == len(buffer):
                 return
+            start = at
             try:
-                record, at = decoder.raw_decode(buffer, at)
+                record, at = decoder.raw_decode(buffer, start)
             except json.JSONDecodeError as e:
                 if more and wanted < _LARGEST_RECORD:
                     wanted = 2 * (len(buffer) - at)
@@ -246,26 +280,26 @@ def _json(file: Path, name: str, skip: int, field: str | None, strict: bool) -> 
                 ) from e
             number, wanted = number + 1, _BLOCK
             if number > skip:
+                raw, repaired = _unescape(buffer[start:at], f"{name}:{number}", strict)
+                if repaired:
+                    record = decoder.decode(raw)
                 field = field or guess_field(_strings(record), f"{name}:{number}")
-                repaired = repairs[0] if repairs else ""
                 yield number, field_text(record, field, name, number), repaired
 
 
 def _csv(file: Path, name: str, skip: int, field: str | None, strict: bool) -> Iterator[_Record]:
     csv.field_size_limit(sys.maxsize)
-    repairs: list[str] = []
     with open_binary(file) as stream:
 
         def lines() -> Iterator[str]:
             rest = ""
-            for text, repaired in decode_blocks(_blocks(stream), name, strict):
-                repairs.extend([repaired] if repaired else [])
+            for text in _escaped(stream):
                 *whole, rest = (rest + text).split("\n")
                 yield from (line + "\n" for line in whole)
             yield rest
 
         rows = csv.reader(lines())
-        header = next(rows, [])
+        header = [_unescape(cell, name, strict)[0] for cell in next(rows, [])]
         field = field or guess_field(header, name)
         if field not in header:
             raise RefusedError(_no_field(name, field, header))
@@ -273,7 +307,7 @@ def _csv(file: Path, name: str, skip: int, field: str | None, strict: bool) -> I
         for number, row in enumerate((row for row in rows if row), 1):
             if number > skip:
                 text = row[column] if column < len(row) else ""
-                yield number, text, repairs[0] if repairs else ""
+                yield number, *_unescape(text, f"{name}:{number}", strict)
 
 
 def _parquet(
@@ -302,10 +336,7 @@ def _parquet(
             for raw in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                 number += 1
                 if number > skip:
-                    try:
-                        yield number, (raw or b"").decode(), ""
-                    except UnicodeDecodeError:
-                        yield number, *_repair(raw, f"{name}:{number}", strict)
+                    yield number, *_repair(raw or b"", f"{name}:{number}", strict)
 
 
 def _strings(record: Any) -> list[str]:

@@ -52,10 +52,10 @@ def compress(raw, suffix):
 @pytest.mark.parametrize("kind", [".txt", ".md", ".jsonl", ".json", ".csv"])
 def test_text_and_records_are_read_plain_and_compressed(tmp_path, read, kind, suffix):
     if kind in (".txt", ".md"):
-        written, expected = TEXTS[1].encode(), [TEXTS[1]]
+        written, expected = "".join(TEXTS).encode(), ["".join(TEXTS)]
     elif kind == ".csv":
         file = tmp_path / "made.csv"
-        expected = TEXTS[:2]
+        expected = TEXTS
         with file.open("w", newline="", encoding="utf-8") as out:
             csv.writer(out).writerows([["id", "text"], *enumerate(expected)])
         written = file.read_bytes()
@@ -67,7 +67,7 @@ def test_text_and_records_are_read_plain_and_compressed(tmp_path, read, kind, su
         expected = TEXTS
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / f"file{kind}{suffix}").write_bytes(compress(written, suffix))
-    assert read(tmp_path / "in") == expected  # D18: the jsonl lines hold U+2028 and its like
+    assert read(tmp_path / "in") == expected  # U+2028 and its like end no record
 
 
 @pytest.mark.parametrize("rows_a_group", [1, 2, 100])
@@ -86,7 +86,7 @@ def test_many_files_are_documents_in_the_order_of_their_names(tmp_path, read):
     assert read(f"{tmp_path}/in/**/*.md") == ["1"]
 
 
-def test_what_is_no_text_is_passed_over_with_a_notice(tmp_path, read, said):  # D27
+def test_what_is_no_text_is_passed_over_with_a_notice(tmp_path, read, said):
     inside = tmp_path / "in"
     (inside / "sub").mkdir(parents=True)
     (inside / "sub" / "a.txt").write_text("words")
@@ -102,7 +102,42 @@ def test_what_is_no_text_is_passed_over_with_a_notice(tmp_path, read, said):  # 
         assert what in notice
 
 
-def test_a_link_to_nothing_stops_before_any_work(tmp_path, read):  # D22
+def test_a_linked_folder_is_passed_over_with_a_notice_and_a_cycle_does_no_harm(
+    tmp_path, read, said
+):
+    inside = tmp_path / "in"
+    (inside / "sub").mkdir(parents=True)
+    (inside / "sub" / "a.txt").write_text("words")
+    (tmp_path / "elsewhere.txt").mkdir()  # no file, whatever it is called
+    (tmp_path / "elsewhere.txt" / "b.txt").write_text("other words")
+    (inside / "sub" / "up").symlink_to(inside)
+    (inside / "linked.txt").symlink_to(tmp_path / "elsewhere.txt")
+    assert read(inside) == ["words"]
+    assert f"data: passed over in {inside}: 2 linked folders" in said
+
+
+def test_an_unreadable_folder_stops_before_any_work(tmp_path, read, monkeypatch):
+    inside = tmp_path / "in"
+    (inside / ".cache").mkdir(parents=True)
+    (inside / "locked").mkdir()
+    (inside / "a.txt").write_text("words")
+    real, locked = os.scandir, {str(inside / ".cache")}
+
+    def scandir(path):  # root reads whatever the mode says
+        if str(path) in locked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert read(inside) == ["words"]  # what is hidden would have been passed over anyway
+    locked.add(str(inside / "locked"))
+    with pytest.raises(
+        ValueError, match=r"in/locked cannot be read \(Permission denied\); its text"
+    ):
+        read(inside)
+
+
+def test_a_link_to_nothing_stops_before_any_work(tmp_path, read):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "good.txt").write_text("words")
     (tmp_path / "in" / "gone.txt").symlink_to(tmp_path / "nowhere")
@@ -111,7 +146,7 @@ def test_a_link_to_nothing_stops_before_any_work(tmp_path, read):  # D22
     assert not list((tmp_path / "out" / "shards").glob("[!.]*"))
 
 
-def test_an_unreadable_file_stops_before_any_work(tmp_path, read, monkeypatch):  # D22
+def test_an_unreadable_file_stops_before_any_work(tmp_path, read, monkeypatch):
     (tmp_path / "a.txt").write_text("words")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root reads whatever the mode says
     with pytest.raises(ValueError, match=r"a\.txt cannot be read \(no permission\)"):
@@ -178,7 +213,7 @@ def test_a_big_json_array_is_read_in_parts(tmp_path, read):
     assert read(tmp_path / "a.json") == [record["text"] for record in records]
 
 
-def test_lone_surrogates_and_bad_bytes_are_repaired_and_named(tmp_path, read, said):  # D21
+def test_lone_surrogates_and_bad_bytes_are_repaired_and_named(tmp_path, read, said):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "a\\ud83d"}\n{"text": "b"}\n')
     assert read(tmp_path / "a.jsonl", tokenizer="gpt2") == ["fine", "a\ufffd", "b"]
     assert 4210 in stream(next((tmp_path / "out" / "shards").glob("a-*")), "train")
@@ -190,6 +225,31 @@ def test_lone_surrogates_and_bad_bytes_are_repaired_and_named(tmp_path, read, sa
     assert any("b.jsonl:2 is repaired" in line for line in said)
     folder = next((tmp_path / "out" / "shards").glob("b-*"))
     assert load_manifest(folder).repaired == {"not UTF-8": 1}
+
+
+@pytest.mark.parametrize("block", [7, 1 << 20])  # bytes that are decoded at once
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        (
+            "a.json",
+            b'\xef\xbb\xbf[{"text": "one"}, {"text": "b\xff\xc3d"},\n'
+            b'{"text": "\xe6\xbc\xa2"}, {"text": "five"}]',
+        ),
+        ("a.csv", b'\xef\xbb\xbftext,n\none,1\n"b\xff\xc3d",2\n\xe6\xbc\xa2,\xff\nfive,4\n'),
+    ],
+)
+def test_a_bad_byte_is_its_own_record_s_alone(tmp_path, read, said, monkeypatch, name, raw, block):
+    monkeypatch.setattr("data.files._BLOCK", block)
+    (tmp_path / name).write_bytes(raw)
+    assert read(tmp_path / name) == ["one", "b\ufffd\ufffdd", "漢", "five"]
+    assert load_manifest(next((tmp_path / "out" / "shards").glob("a-*"))).repaired == {
+        "not UTF-8": 1
+    }
+    named = [line for line in said if "U+FFFD" in line]
+    assert len(named) == 1 and f"{name}:2 is repaired" in named[0]
+    with pytest.raises(ValueError, match=rf"{name}:2 is not UTF-8 at byte \d+; data\.strict=true"):
+        read(tmp_path / name, strict=True)
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
@@ -208,7 +268,7 @@ def test_nul_bytes_and_a_million_equal_characters_are_text(tmp_path, read):
     assert read(tmp_path / "a.txt") == [text]
 
 
-def test_the_locale_does_not_matter_and_crlf_is_kept(tmp_path):  # D20
+def test_the_locale_does_not_matter_and_crlf_is_kept(tmp_path):
     text = "é — 漢 😀\n"
     (tmp_path / "lf.txt").write_bytes(text.encode())
     (tmp_path / "crlf.txt").write_bytes(text.replace("\n", "\r\n").encode())
