@@ -1,10 +1,11 @@
-"""How every command ends: its exit code, and one line for what went wrong.
+"""What every command has in common: its exit code, and one line for what went wrong.
 
 Imports nothing heavy, so that a command can be behind this door before it loads torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from data.say import speak_any_language
 from gpt.ranks import Ranks, find_ranks, leave
 from gpt.stopping import SIGNALS, Stopped, heeded, raise_stopped
 
@@ -21,12 +23,23 @@ class RunError(RuntimeError):
     """The run itself failed, for a reason said in one line: exit code 1."""
 
 
+class Parser(argparse.ArgumentParser):
+    """One whose mistakes are a ValueError of one line, and not the usage in several."""
+
+    def error(self, message: str) -> NoReturn:
+        if "expected one argument" in message:
+            option = message.split()[1].rstrip(":")
+            message += f"; a value that starts with a dash is written as {option}=VALUE"
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
 def door(command: Callable[[list[str]], int], consequence: str) -> NoReturn:
     """Run a command on the command line's arguments, and leave with its exit code.
 
     ValueError and OSError are the user's to mend (2), `consequence` being what an OSError means;
     RunError is 1, as is what nobody foresaw, with its traceback; a signal is 128 and its number.
     """
+    speak_any_language()
     ranks = find_ranks()
     for number in heeded():
         signal.signal(number, raise_stopped)

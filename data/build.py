@@ -66,6 +66,9 @@ def build(job: Job) -> Manifest:
             _empty(job.building)
             progress = _encode_all(job, source, progress)
     _say_counts(job, progress)
+    if source.commit:  # for the reader: the ref that was asked for moves on
+        log(f"data: read commit {source.commit}; data.revision={source.commit} reads it again")
+        job.request = {**job.request, "source": {**job.request["source"], "commit": source.commit}}
     return finish(job, progress, cut=config.part is None)
 
 

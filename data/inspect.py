@@ -3,7 +3,6 @@
 Or in single windows, by their first token: python -m data.inspect SHARDS --window OFFSET
 """
 
-import argparse
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.say import counted, speak_any_language, visible
+from data.say import counted, visible
 from data.shards import Manifest, load_manifest, open_shards, say_split
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.windows import Windows
@@ -33,9 +32,9 @@ class Facts:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m data.inspect", description=(__doc__ or "").splitlines()[0]
-    )
+    from conf.door import Parser
+
+    parser = Parser(prog="python -m data.inspect", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("shards", help="a folder that holds manifest.json")
     parser.add_argument("--documents", type=int, default=20_000, help="documents to compare")
     parser.add_argument("--windows", type=int, default=3, help="random windows to show")
@@ -51,7 +50,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--length", type=int, default=256, help="of such a window, in tokens")
     parser.add_argument("--split", choices=("train", "val"), default="train", help="its stream")
     args = parser.parse_args(argv)
-    speak_any_language()
     folder = Path(args.shards)
     lines = (
         show_windows(folder, args.split, args.window, args.length)

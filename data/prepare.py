@@ -12,7 +12,7 @@ import numpy as np
 from data import mix, parts, token_files
 from data.build import Job, build
 from data.lock import lock
-from data.say import Log, counted, file_state, speak_any_language, terminal
+from data.say import Log, counted, file_state, terminal
 from data.shards import (
     FORMAT,
     Manifest,
@@ -137,10 +137,7 @@ def _made(
         changed = _changed(folder, request, config)
         if changed is None:
             manifest = load_manifest(folder)
-            log(
-                f"data: {folder.name} is ready: {_say_tokens(manifest)} in {folder}, "
-                f"fingerprint {manifest.fingerprint[:12]}"
-            )
+            log(f"data: {folder.name} is ready: {_say_shards(manifest, folder)}")
             return folder
         if changed:
             log(f"data: {folder.name} is prepared again, since {changed}")
@@ -157,10 +154,8 @@ def _made(
         np.save(building / "token_bytes.npy", tokenizer.token_bytes(), allow_pickle=False)
         save_manifest(manifest, building)
         log(f"data: validation is {say_split(manifest)}")
-        log(
-            f"data: done: {counted(manifest.kept, 'document')}, {_say_tokens(manifest)}, "
-            f"{counted(len(manifest.shards), 'shard')} in {folder}"
-        )
+        documents = counted(manifest.kept, "document")
+        log(f"data: done: {documents}, {_say_shards(manifest, folder)}")
         if folder.exists():
             folder.rename(old)
         building.rename(folder)
@@ -198,6 +193,8 @@ def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, bool]]:
     name = key.removeprefix("source.").removeprefix("files.")
     if isinstance(old, dict) and isinstance(new, dict):
         for part in [*old, *(part for part in new if part not in old)]:
+            if f"{key}.{part}" == "source.commit":  # known only where the hub was read
+                continue
             yield from _differences(f"{key}.{part}" if key else part, old.get(part), new.get(part))
     elif new is None and old is not None:
         yield f"{name} is gone", True
@@ -209,9 +206,13 @@ def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, bool]]:
         yield f"{name} changed from {file_state(old)} to {file_state(new)}", not touched
 
 
-def _say_tokens(manifest: Manifest) -> str:
+def _say_shards(manifest: Manifest, folder: Path) -> str:
     train, val = manifest.train_tokens, manifest.val_tokens
-    return f"{train:,} training and {counted(val, 'validation token')}"
+    return (
+        f"{train:,} training and {counted(val, 'validation token')}, "
+        f"{counted(len(manifest.shards), 'shard')} in {folder}, "
+        f"fingerprint {manifest.fingerprint[:12]}"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -219,7 +220,6 @@ def main(argv: list[str]) -> int:
     from conf.cli import compose_and_run
 
     def run(config: "Config", overrides: list[str]) -> int:
-        speak_any_language()
         with terminal() as (log, live):
             prepare(config.data, Path(config.paths.root), log, live)
         return 0

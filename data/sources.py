@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -158,8 +159,8 @@ def dataset_name(config: DataConfig) -> str:
 
 
 def _hash_of_path(path: str) -> str:
-    absolute = str(Path(path).expanduser().absolute())
-    return hashlib.sha256(absolute.encode()).hexdigest()[:6]
+    absolute = os.fsencode(Path(path).expanduser().absolute())
+    return hashlib.sha256(absolute).hexdigest()[:6]
 
 
 def slug(text: str) -> str:
@@ -170,11 +171,12 @@ class Source:
     """The documents of one configuration, in an order of their own that never changes.
 
     `units` is how many units (files, blocks of rows) there are, None where that is unknown;
-    `identity` is what makes two sources the same.
+    `identity` is what makes two sources the same. `commit`: what was read of the hub, once it was.
     """
 
     units: int | None
     identity: dict[str, Any]
+    commit: str | None = None
 
     def pieces(self, start: Position, end: int | None) -> Iterator[Piece]:
         """Every piece after position `start`, up to unit `end`."""
@@ -244,7 +246,8 @@ class HFSource(Source):
 
     def _open(self) -> Any:
         if self._data is None:
-            self._data = _load_hf(self.config)
+            self.commit = _commit(self.config)
+            self._data = _load_hf(self.config, self.commit or self.config.revision)
         return self._data
 
     def done(self, position: Position, size: int) -> float | None:
@@ -325,7 +328,19 @@ def _package(module: str, requirement: str, options: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _load_hf(config: HFConfig) -> Any:
+def _commit(config: HFConfig) -> str | None:
+    """What the hub's ref stands for now. None for a local set, and where the hub does not say."""
+    if Path(config.name).expanduser().is_dir():
+        return None
+    try:
+        from huggingface_hub import HfApi
+
+        return HfApi().dataset_info(config.name, revision=config.revision, timeout=10).sha
+    except Exception:  # offline: the set may be in the cache. Else opening it says what is wrong
+        return None
+
+
+def _load_hf(config: HFConfig, revision: str | None) -> Any:
     try:
         import datasets
     except ImportError as e:
@@ -342,7 +357,7 @@ def _load_hf(config: HFConfig) -> Any:
             str(local) if local.is_dir() else config.name,
             config.config,
             split=config.split,
-            revision=config.revision,
+            revision=revision,
             streaming=config.streaming,
         )
     except RefusedError:

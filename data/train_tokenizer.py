@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.say import speak_any_language, terminal
+from data.say import terminal
 from data.sources import MixConfig, TokensConfig, dataset_name, documents
 from data.tokenizer import EOT, SPLIT_PATTERN, Tokenizer, replace_surrogates
 
@@ -68,7 +68,6 @@ def main(argv: list[str]) -> int:
                     (live or log)(f"tokenizer: {number:,} documents")
                 yield text
 
-        speak_any_language()
         with terminal() as (log, live):
             tokenizer = train_tokenizer(texts(), size, name)
             tokenizer.save(out)

@@ -13,10 +13,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from conf.door import Parser
+from data.say import speak_any_language
 from data.tokenizer import Tokenizer, load_tokenizer
 from gpt import attention_steps as steps
 from gpt.checkpoint import load_model
@@ -33,6 +35,7 @@ COLUMNS = 8
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for what the user can mend."""
+    speak_any_language()
     try:
         run(_parse(argv))
     except OSError as error:
@@ -201,16 +204,8 @@ def _utf8(argument: str) -> str:
         ) from None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        if "expected one argument" in message:
-            message += "; a text that starts with a dash is written as --text=TEXT"
-        print(f"error: {message}; see python -m tools.explore --help", file=sys.stderr)
-        sys.exit(2)
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m tools.explore",
         description="A page on which one sees a GPT-2's attention work, step by step.",
         allow_abbrev=False,

@@ -4,12 +4,14 @@ import json
 import multiprocessing
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pytest
 
-from data.prepare import main, prepare
+from data.prepare import main, prepare, standing
 from data.shards import load_manifest
 from data.sources import HFConfig
 from data.tokenizer import load_tokenizer
@@ -23,7 +25,7 @@ def hf_config(name, **changes):
     return HFConfig(**COMMON | options | {"name": str(name), "text_field": None} | changes)
 
 
-def test_many_short_documents_fill_windows_without_padding_or_loss(tmp_path, log):  # D05 D29
+def test_many_short_documents_fill_windows_without_padding_or_loss(tmp_path, log):
     texts = [" ".join(["word"] * (5 + i * 7 % 45)) for i in range(1000)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     folder = prepare(text_config(tmp_path / "a.jsonl", val_fraction=0.0), tmp_path, log)
@@ -35,7 +37,7 @@ def test_many_short_documents_fill_windows_without_padding_or_loss(tmp_path, log
     assert set(x.flatten().tolist()) == {4775, 1573, 50256}  # "word", " word", separator
 
 
-def test_the_last_shard_holds_the_rest_and_is_used(tmp_path, log, said):  # D28
+def test_the_last_shard_holds_the_rest_and_is_used(tmp_path, log, said):
     (tmp_path / "a.txt").write_text("x" * 2499)
     options = {"tokenizer": "byte", "val_fraction": 0.0, "shard_tokens": 1000}
     folder = prepare(text_config(tmp_path / "a.txt", **options), tmp_path, log)
@@ -49,7 +51,7 @@ def test_the_last_shard_holds_the_rest_and_is_used(tmp_path, log, said):  # D28
 
 
 @pytest.mark.parametrize("count", [1, 3, 1000])
-def test_few_and_many_documents_with_more_threads_than_documents(tmp_path, log, count):  # D13
+def test_few_and_many_documents_with_more_threads_than_documents(tmp_path, log, count):
     (tmp_path / "in").mkdir()
     for i in range(count):
         (tmp_path / "in" / f"{i:04}.txt").write_text(f"document {i}")
@@ -74,7 +76,7 @@ for n in (1, 4):
 
 
 @pytest.mark.timeout(120)
-def test_threads_after_torch_and_under_spawn_neither_hang_nor_differ(tmp_path):  # D14 D15
+def test_threads_after_torch_and_under_spawn_neither_hang_nor_differ(tmp_path):
     """Top-level code without a guard, torch and the tokenizer used before, spawn as the method."""
     (tmp_path / "in").mkdir()
     for i in range(50):
@@ -86,7 +88,7 @@ def test_threads_after_torch_and_under_spawn_neither_hang_nor_differ(tmp_path): 
     assert multiprocessing.active_children() == []
 
 
-def test_each_change_rebuilds_and_no_change_does_no_work(tmp_path, log, said, monkeypatch):  # D16
+def test_each_change_rebuilds_and_no_change_does_no_work(tmp_path, log, said, monkeypatch):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one document"}\n' * 500)
     config = text_config(file, tokenizer="byte")
@@ -105,7 +107,7 @@ def test_each_change_rebuilds_and_no_change_does_no_work(tmp_path, log, said, mo
     assert other != folder and load_manifest(other).tokenizer_name == "gpt2"
 
 
-def test_old_shards_of_another_format_or_request_are_never_used(tmp_path, log, said):  # D27
+def test_old_shards_of_another_format_or_request_are_never_used(tmp_path, log, said):
     file = tmp_path / "a.txt"
     file.write_text("words " * 3000)
     config = text_config(file, tokenizer="byte")
@@ -123,7 +125,7 @@ def test_old_shards_of_another_format_or_request_are_never_used(tmp_path, log, s
         assert contents(folder) == whole
 
 
-def test_the_manifest_says_what_the_shards_are(tmp_path, log):  # D17
+def test_the_manifest_says_what_the_shards_are(tmp_path, log):
     (tmp_path / "a.jsonl").write_text('{"text": "two words"}\n{"text": ""}\n{"text": "é"}\n')
     folder = prepare(text_config(tmp_path / "a.jsonl", val_fraction=0.0), tmp_path, log)
     manifest = load_manifest(folder)
@@ -175,9 +177,7 @@ def test_data_sets_of_the_library_are_read(tmp_path, log, kind, streaming):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("stop", [1, 3, 11, 12])
-def test_a_data_set_is_gone_on_with_where_it_was(
-    tmp_path, log, monkeypatch, streaming, stop
-):  # D30
+def test_a_data_set_is_gone_on_with_where_it_was(tmp_path, log, monkeypatch, streaming, stop):
     """Documents keep the data set's order, streaming or not: nothing shuffled can be lost."""
     from data import build, encode
 
@@ -205,6 +205,41 @@ def test_a_data_set_is_gone_on_with_where_it_was(
     assert training_texts(prepare(config, tmp_path, log)) == texts
 
 
+def test_the_commit_read_of_the_hub_is_kept_and_never_taken_for_a_change(
+    tmp_path, log, said, monkeypatch
+):
+    hub, read = iter(["a" * 40, "b" * 40]), []
+
+    def dataset_info(api, name, revision, timeout):
+        assert (name, revision) == ("org/set", "main")
+        return SimpleNamespace(sha=next(hub))
+
+    def load_dataset(name, config, split, revision, streaming):
+        read.append(revision)
+        return datasets.Dataset.from_dict({"text": ["a document"]})
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = hf_config("org/set", revision="main", tokenizer="byte", val_fraction=0.0)
+    folder = prepare(config, tmp_path, log)
+    source = load_manifest(folder).request["source"]
+    assert (source["commit"], source["revision"], read) == ("a" * 40, "main", ["a" * 40])
+    assert any(f"data.revision={'a' * 40} reads it again" in line for line in said)
+
+    def offline(*_, **__):
+        raise ConnectionError
+
+    for answer in (dataset_info, offline):  # the hub has moved on; nobody can ask it
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", answer)
+        assert standing(config, tmp_path).changed == ""
+        assert prepare(config, tmp_path, log) == folder and "is ready" in said[-1]
+    assert read == ["a" * 40]
+
+    other = prepare(config, tmp_path / "other", log)  # offline, from the library's cache
+    assert "commit" not in load_manifest(other).request["source"]
+    assert read[1:] == ["main"]
+
+
 def test_a_data_set_that_is_not_there_is_one_line(tmp_path, log):
     with pytest.raises(ValueError, match=r"cannot be opened .*; there is no text; check") as e:
         prepare(hf_config(tmp_path / "nowhere" / "x"), tmp_path, log)
@@ -221,7 +256,7 @@ def test_the_command_prepares_and_has_one_line_for_mistakes(tmp_path, capsys):
     assert main(argv) == 0
     assert "done: " in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
-    for wrong in (f"data.path={tmp_path}/empty", "data.val_fraction=1.5", "data.pth=x"):  # D09
+    for wrong in (f"data.path={tmp_path}/empty", "data.val_fraction=1.5", "data.pth=x"):
         with pytest.raises(ValueError, match=r"; .*; ") as e:
             main([*argv, wrong])
         assert "\n" not in str(e.value)

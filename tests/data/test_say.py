@@ -11,6 +11,7 @@ import pytest
 
 from data.prepare import prepare
 from data.say import counted, file_state, visible
+from data.shards import load_manifest
 from tests.data.conftest import text_config
 
 # Small batches, slowed down so that progress is worth a line.
@@ -126,8 +127,15 @@ def test_elsewhere_there_are_plain_lines_only(command, tmp_path):
     assert "\x1b" not in dumb and "done: 2 documents" in dumb
 
 
-def test_one_document_is_not_said_to_be_documents(tmp_path, log, said):
+def test_what_was_made_and_what_is_ready_is_said_with_its_fingerprint(tmp_path, log, said):
     (tmp_path / "a.txt").write_text("one line\n")
-    prepare(text_config(tmp_path / "a.txt", val_fraction=0.0, tokenizer="byte"), tmp_path, log)
+    config = text_config(tmp_path / "a.txt", val_fraction=0.0, tokenizer="byte")
+    folder = prepare(config, tmp_path, log)
     assert any(line.startswith("data: 1 document, 0.0 MB, 10 tokens in ") for line in said)
-    assert "data: done: 1 document, 10 training and 0 validation tokens, 1 shard in " in said[-1]
+    shards = (
+        f"10 training and 0 validation tokens, 1 shard in {folder}, "
+        f"fingerprint {load_manifest(folder).fingerprint[:12]}"
+    )
+    assert said[-1] == f"data: done: 1 document, {shards}"
+    prepare(config, tmp_path, log)
+    assert said[-1] == f"data: {folder.name} is ready: {shards}"
