@@ -38,7 +38,7 @@ def test_the_built_in_corpus_is_split_by_whole_documents(tmp_path, log, said):
     assert any("whole documents chosen by hash" in line for line in said)
 
 
-def test_every_document_comes_back_with_one_separator_after_it(tmp_path, log):  # D26
+def test_every_document_comes_back_with_one_separator_after_it(tmp_path, log):
     texts = {"a.txt": "one", "b.md": "two\r\n<|endoftext|>\r\n", "c.txt": "\ufeffthree 漢 😀"}
     (tmp_path / "in").mkdir()
     for name, text in texts.items():
@@ -52,7 +52,7 @@ def test_every_document_comes_back_with_one_separator_after_it(tmp_path, log):  
 
 
 @pytest.mark.parametrize("tokenizer_name", ["gpt2", "byte"])
-def test_a_file_s_text_comes_back_blank_lines_included(tmp_path, log, tokenizer_name):  # D19
+def test_a_file_s_text_comes_back_blank_lines_included(tmp_path, log, tokenizer_name):
     text = "a\n\n\nb\n"
     (tmp_path / "verse.txt").write_bytes(text.encode())
     config = text_config(tmp_path / "verse.txt", tokenizer=tokenizer_name)
@@ -101,14 +101,14 @@ def test_few_documents_give_whole_ones_at_the_end_to_validation(tmp_path, log):
     assert got == expected
 
 
-def test_a_tiny_corpus_fails_before_training_with_both_numbers(tmp_path, log):  # D04
+def test_a_tiny_corpus_fails_before_training_with_both_numbers(tmp_path, log):
     (tmp_path / "tiny.txt").write_text("word " * 40)
     folder = prepare(text_config(tmp_path / "tiny.txt"), tmp_path, log)
     with pytest.raises(ValueError, match="val split .* has .* tokens, a window needs 33"):
         Windows(folder, "val", 32)
 
 
-def test_blank_documents_are_left_out_and_counted(tmp_path, log, said):  # D25
+def test_blank_documents_are_left_out_and_counted(tmp_path, log, said):
     file = tmp_path / "d.jsonl"
     file.write_text("".join(json.dumps({"text": t}) + "\n" for t in ["", "a", " \n\t", "b"]))
     folder = prepare(text_config(file, val_fraction=0.0), tmp_path, log)
@@ -118,7 +118,7 @@ def test_blank_documents_are_left_out_and_counted(tmp_path, log, said):  # D25
     assert any("left out 2 documents" in line for line in said)
 
 
-def test_nothing_found_names_path_and_pattern(tmp_path, log):  # D09
+def test_nothing_found_names_path_and_pattern(tmp_path, log):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=rf"no documents .*{tmp_path}/empty.*\*\.txt"):
         prepare(text_config(tmp_path / "empty"), tmp_path, log)

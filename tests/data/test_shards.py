@@ -61,7 +61,7 @@ class Canary:
         return open, (str(self.path), "w")
 
 
-def test_a_pickled_shard_is_refused_and_its_code_not_run(tmp_path):  # T46
+def test_a_pickled_shard_is_refused_and_its_code_not_run(tmp_path):
     folder = write_shards(tmp_path, ramp(100), ramp(50))
     canary = tmp_path / "canary"
     np.save(folder / "train_00000.npy", np.array([Canary(canary)], object), allow_pickle=True)

@@ -136,7 +136,7 @@ def test_a_broken_megatron_pair_is_refused(tmp_path, log):
             prepare(tokens_config(tmp_path / "a.bin"), tmp_path, log)
 
 
-def test_a_pickled_array_is_refused_and_its_code_not_run(tmp_path, log):  # T46
+def test_a_pickled_array_is_refused_and_its_code_not_run(tmp_path, log):
     canary = tmp_path / "canary"
     np.save(tmp_path / "a.npy", np.array([Canary(canary)], object), allow_pickle=True)
     with pytest.raises(ValueError, match="not a row of integers"):
@@ -144,7 +144,7 @@ def test_a_pickled_array_is_refused_and_its_code_not_run(tmp_path, log):  # T46
     assert not canary.exists()
 
 
-def test_an_empty_folder_names_path_and_pattern(tmp_path, log):  # D09
+def test_an_empty_folder_names_path_and_pattern(tmp_path, log):
     (tmp_path / "in").mkdir()
     with pytest.raises(ValueError, match=r"no token files found in .*/in .*\*\.bin \*\.npy"):
         prepare(tokens_config(tmp_path / "in"), tmp_path, log)

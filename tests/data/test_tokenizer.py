@@ -66,7 +66,7 @@ def test_documents_encoded_together_are_those_encoded_alone():
 
 def test_lone_surrogates_become_the_replacement_character():
     tokenizer = load_tokenizer("gpt2")
-    assert tokenizer.encode("\ud83d") == [4210]  # D21
+    assert tokenizer.encode("\ud83d") == [4210]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "byte"])
@@ -134,7 +134,7 @@ def test_a_vocabulary_in_another_order_than_its_merges_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_no_pickle_is_opened_as_a_tokenizer(tmp_path):  # T46
+def test_no_pickle_is_opened_as_a_tokenizer(tmp_path):
     """tiktoken's own cache format and pickles are no tokenizer folders."""
     (tmp_path / "tokenizer.pkl").write_bytes(b"cos\nsystem\n(S'touch canary'\ntR.")
     with pytest.raises(ValueError, match="unknown"):

@@ -35,7 +35,7 @@ def test_small_permutations_are_all_about_as_likely():
     assert min(seen.values()) > 60 and max(seen.values()) < 140
 
 
-def test_every_epoch_visits_every_window_once_in_an_order_of_its_own(make):  # T07
+def test_every_epoch_visits_every_window_once_in_an_order_of_its_own(make):
     w = make(10 * 32 + 1)
     assert len(w) == 10
     orders = [w.starts(10 * epoch, 10) for epoch in range(4)]
@@ -63,7 +63,7 @@ def test_later_epochs_start_at_their_own_phase(make):
     assert len(set(phases)) > 3
 
 
-def test_a_step_reads_the_same_windows_whoever_asks_and_when(make):  # T09
+def test_a_step_reads_the_same_windows_whoever_asks_and_when(make):
     """Starts depend on the position alone: resuming at 9, at 10 (an epoch's border), or never."""
     w = make(10 * 32 + 1)
     straight = w.starts(0, 30)
@@ -129,7 +129,7 @@ def test_windows_of_an_epoch_cover_the_stream(make, n):
 
 @pytest.mark.parametrize("shard_tokens", [1_000_000, 50])
 @pytest.mark.parametrize("n", [10 * 32 + 1, 10 * 32 + 7])
-def test_evaluation_targets_each_token_but_the_first_once(make, n, shard_tokens):  # D06
+def test_evaluation_targets_each_token_but_the_first_once(make, n, shard_tokens):
     w = make(n, shard_tokens=shard_tokens, split="val")
     assert w.n_tokens == n
     assert w.n_eval == -(-(n - 1) // 32)
@@ -144,7 +144,7 @@ def test_evaluation_targets_each_token_but_the_first_once(make, n, shard_tokens)
         w.eval_batch(np.array([w.n_eval]))
 
 
-def test_positions_go_on_for_ever(make):  # D08
+def test_positions_go_on_for_ever(make):
     """50 steps on data for 3: windows never run out, and each further epoch holds all of them."""
     w = make(3 * 32 + 1)
     starts = w.starts(0, 50)
@@ -161,7 +161,7 @@ def test_big_positions_do_not_overflow(make):
     assert starts.min() >= 0
 
 
-def test_a_split_shorter_than_a_window_is_refused_with_both_numbers(make):  # D04
+def test_a_split_shorter_than_a_window_is_refused_with_both_numbers(make):
     for split in ("train", "val"):
         with pytest.raises(ValueError, match=rf"the {split} split .* has 32 tokens.* needs 33"):
             make(32, split=split)
@@ -181,7 +181,7 @@ def test_a_split_without_shards_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_offsets_and_counts_beyond_32_bits_are_exact(tmp_path):  # D12
+def test_offsets_and_counts_beyond_32_bits_are_exact(tmp_path):
     """A sparse file of 2.6e9 ids with one that is not 0, at index 2.5e9; shards sum past 2^32."""
     n, at = 2_600_000_000, 2_500_000_000
     for name in ("a.bin", "b.bin"):

@@ -118,7 +118,6 @@ def test_logits_and_gradients_equal_transformers_at_124m() -> None:
     compare(theirs, ours, idx, grad_tol=1e-4)
 
 
-# M08
 def test_file_layout_against_a_reference_in_numpy() -> None:
     """OpenAI's spelling with mask buffers: transposed projections are seen, square ones too."""
     tensors = bare(random_hf(ODD))
@@ -134,7 +133,6 @@ def test_file_layout_against_a_reference_in_numpy() -> None:
     assert np.abs(wrong.detach().numpy() - wanted).max() > 1e-2
 
 
-# M08 M07
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -159,7 +157,6 @@ def test_a_tensor_too_many_too_few_or_wrong_is_named(
     assert "\n" not in str(error.value)
 
 
-# M07
 def test_published_vocabulary_in_a_rounded_model() -> None:
     """50257 rows: copied, pad rows zero and outside the logits; a 50304-row config refuses them."""
     small = {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 4, **NO_DROPOUT}
@@ -174,7 +171,6 @@ def test_published_vocabulary_in_a_rounded_model() -> None:
         from_hf(tensors, GPTConfig(vocab_size=50304, **small))
 
 
-# T22
 def test_wrapper_prefixes_in_any_order() -> None:
     """Foreign files written from wrapped models load as the plain one does."""
     plain = bare(random_hf(ODD))
@@ -191,7 +187,6 @@ def test_wrapper_prefixes_in_any_order() -> None:
     assert from_hf(by_block, ODD).keys() == wanted.keys()
 
 
-# T22
 def test_saved_names_carry_no_wrapper_prefix() -> None:
     model = GPT(ODD)
     wrapped = {f"module._orig_mod.{name}": t for name, t in model.state_dict().items()}
@@ -210,7 +205,6 @@ def test_there_and_back_is_bit_equal() -> None:
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-# S12
 def test_transformers_opens_what_was_saved(tmp_path: Path) -> None:
     """By its usual door, with nothing missing or unexpected, and the head tied."""
     ours = loaded(bare(random_hf(ODD, seed=4)), ODD)
@@ -238,7 +232,6 @@ def test_a_folder_of_transformers_opens_here(tmp_path: Path) -> None:
     assert (theirs.float()(idx).logits - half(idx)).abs().max() < 1e-5
 
 
-# S12
 def test_a_writer_that_keeps_only_the_heads_name(tmp_path: Path) -> None:
     """safetensors' save_model drops one name of the tied pair: the embedding's."""
     from safetensors.torch import load_file
