@@ -1,4 +1,4 @@
-"""Claim: preparing costs little beyond tokenising, and beats datasets.map by 2.5 times and more.
+"""Claim: preparing costs little beyond tokenising, and is faster than datasets.map.
 
 python benchmarks/prepare_speed.py [--megabytes N] [--rounds N] [--threads N] [--only NAME]
 
