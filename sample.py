@@ -15,13 +15,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 if __name__ == "__main__":  # importing torch takes seconds, in which Ctrl-C should just end it
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 
+from conf.door import Parser
 from data.tokenizer import Tokenizer, load_tokenizer
 from gpt.checkpoint import load_model
 from gpt.config import Attention, DType, Parallel, RuntimeConfig
@@ -243,14 +244,6 @@ def _utf8(raw: bytes, name: str) -> str:
         ) from None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        if "expected one argument" in message:
-            message += "; a text that starts with a dash is written as --prompt=TEXT"
-        print(f"error: {message}; see python sample.py --help", file=sys.stderr)
-        sys.exit(2)
-
-
 def _count(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
@@ -264,8 +257,8 @@ def _stop(text: str) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
-        prog="sample.py",
+    parser = Parser(
+        prog="python sample.py",
         usage="python sample.py [RUN|CHECKPOINT|HF_FOLDER] [--prompt TEXT | --prompt-file F | -] "
         "[options]",
         description="Text from a trained GPT-2, streamed to standard output.",

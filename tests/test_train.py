@@ -458,10 +458,11 @@ def test_a_finished_run_is_not_finished_with_other_data(
 # --- as a command
 
 
-def command(*args: str, timeout: float = 120) -> "subprocess.CompletedProcess[str]":
+def command(*args: str, timeout: float = 120, **env: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "train.py", *args],
         cwd=ROOT,
+        env=os.environ | env,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -477,6 +478,30 @@ def test_a_mistake_exits_2_with_one_line(override: str, tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr + done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},  # paths of lone surrogates
+    ],
+)
+def test_an_encoding_that_lacks_characters_ends_nothing(
+    tmp_path: Path, book: Path, tiny_args: list[str], env: dict[str, str]
+) -> None:
+    """Neither the × of what is said nor a path that isn't ASCII: escapes stand for them."""
+    text = tmp_path / "bücher 漢.txt"
+    shutil.copy(book, text)
+    args = [a for a in tiny_args if not a.startswith(("data.path=", "trainer.max_steps="))]
+    args += [f"data.path='{text}'", f"paths.root={tmp_path}", "run=r", "trainer.max_steps=1"]
+    done = command(*args, "schedule.warmup_steps=0", **env)
+    assert done.returncode == 0, done.stderr
+    assert "(4 windows \\xd7 2 micro-batches \\xd7 1 ranks)" in done.stdout
+    assert "done: 1 steps" in done.stdout
+    log = (tmp_path / "runs" / "r" / "train.log").read_text(encoding="utf-8")
+    assert "(4 windows × 2 micro-batches × 1 ranks)" in log
 
 
 @pytest.mark.parametrize("root", ["/proc/x", "file"])

@@ -70,7 +70,6 @@ def greedy_reference(model: GPT, idx: Tensor, n: int) -> Tensor:
     return idx
 
 
-# S01
 @pytest.mark.parametrize("top_k", [None, 0, 5])
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-8, 5e-324])
 def test_zero_and_tiny_temperatures_are_greedy(temperature: float, top_k: int | None) -> None:
@@ -80,14 +79,12 @@ def test_zero_and_tiny_temperatures_are_greedy(temperature: float, top_k: int | 
         assert torch.equal(generate(model, PROMPT, 20, temperature, top_k, seed=seed), wanted)
 
 
-# S01
 def test_exact_ties_do_not_make_a_tiny_temperature_random() -> None:
     tied = torch.tensor([[0.0, 7.0, 7.0, 7.0]])
     for temperature, seed in itertools.product((0.0, 1e-8), range(5)):
         assert choose(tied, temperature, None, None, [sample_generator(seed, 0)]).item() == 1
 
 
-# S01 S02
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -112,7 +109,6 @@ def test_settings_out_of_range_are_refused_at_the_call(
         path(tiny(), PROMPT, **{"max_new_tokens": 3, **settings})
 
 
-# S02
 def test_bounds_of_top_k() -> None:
     model = tiny()
 
@@ -130,7 +126,6 @@ def test_bounds_of_top_k() -> None:
     )  # not all that tie with the third
 
 
-# S10
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_draws_follow_the_exact_distribution(temperature: float, top_k: int | None) -> None:
@@ -149,7 +144,6 @@ def test_draws_follow_the_exact_distribution(temperature: float, top_k: int | No
     assert chi_square < (23.51 if top_k is None else 18.42)
 
 
-# S10
 def test_logits_reach_the_draw_unchanged() -> None:
     """Through the whole path: a GPT whose logits are fixed, ids counted over 4,000 samples."""
     model = tiny(block_size=1)
@@ -193,7 +187,6 @@ def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     assert set(out.flatten().tolist()) == set(range(V))
 
 
-# S05
 def test_a_row_alone_is_the_row_in_its_batch() -> None:
     model = tiny()
     prompts = torch.tensor([[1, 2, 3], [9, 9, 9], [64, 0, 7]])
@@ -203,7 +196,6 @@ def test_a_row_alone_is_the_row_in_its_batch() -> None:
         assert torch.equal(alone[0], together[row])
 
 
-# S05
 @pytest.mark.parametrize("shape", [(5,), (1, 0), (1, 2, 3)])
 def test_only_whole_batches_are_taken(shape: tuple[int, ...]) -> None:
     """[B, T] ids and nothing else: no place where padding of unequal rows could hide."""
@@ -211,13 +203,11 @@ def test_only_whole_batches_are_taken(shape: tuple[int, ...]) -> None:
         generate(tiny(), torch.zeros(shape, dtype=torch.int64), 3)
 
 
-# S06
 def test_ids_of_a_larger_vocabulary_are_named() -> None:
     with pytest.raises(ValueError, match="id 271 .* 65 tokens"):
         generate(tiny(), torch.tensor([[3, 271]]), 3)
 
 
-# S07
 def test_end_of_text_ends_a_row_and_it_stays_ended() -> None:
     """Three rows: the middle one meets id 500 as its 5th new token, another never."""
     model: Any = Successor()
@@ -232,7 +222,6 @@ def test_end_of_text_ends_a_row_and_it_stays_ended() -> None:
     assert on[1].tolist() == list(range(495, 504))  # without eot, on into the next document
 
 
-# S07
 def test_work_ends_with_the_last_row() -> None:
     model: Any = Successor()
     out = generate(model, torch.tensor([[498], [496]]), 50, 0.0, eot=500)
@@ -240,14 +229,12 @@ def test_work_ends_with_the_last_row() -> None:
     assert len(model.seen) == 4
 
 
-# S07
 def test_a_stream_ends_before_end_of_text() -> None:
     model: Any = Successor()
     ids = stream(model, torch.tensor([[495]]), 50, temperature=0.0, eot=500)
     assert list(ids) == [496, 497, 498, 499]
 
 
-# S08
 def test_a_sample_is_a_function_of_seed_and_number() -> None:
     model = tiny()
 
