@@ -22,6 +22,9 @@ from gpt.spikes import Spikes
 from gpt.tracker import Tracker
 
 SHOWN = 8  # windows named of a bad step
+# So many overflows in a row may be the loss scale's: each halves it, from 65,536 to 2^-34, at which
+# no gradient overflows that isn't itself without end.
+MOST_OVERFLOWS = 50
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class Progress:
     step: int = 0
     tokens_seen: int = 0
     val_loss: float | None = None  # of the newest evaluation
+    val_step: int | None = None  # after which it was
     best_val_loss: float | None = None
     best_step: int | None = None
     skipped: int = 0  # steps without an update
@@ -88,7 +92,8 @@ class Judge:
         """
         config, step = self.config, progress.step + 1
         if not done.is_finite():
-            if self.scaled and math.isfinite(done.loss):
+            overflow = self.scaled and math.isfinite(done.loss)
+            if overflow and progress.skipped_in_row < MOST_OVERFLOWS:
                 return Verdict.skip, False
             what = f"step {step}: loss {done.loss}, gradient norm {done.grad_norm}"
             self.tracker.say(f"warning: {what}: all ranks skip this update")
