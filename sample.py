@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
     folder = resolve(args.checkpoint, default_root())
     model = load_model(folder, runtime.device)  # first: it verifies the tokenizer's files too
     tokenizer = load_tokenizer(folder)
-    if tokenizer.n_vocab != model.vocab_size:
+    if tokenizer.n_vocab > model.vocab_size:  # more embeddings than ids are never chosen
         raise ValueError(
             f"the tokenizer in {folder} has {tokenizer.n_vocab} tokens and the model "
             f"{model.vocab_size}; they belong to different vocabularies; put the tokenizer files "
@@ -129,6 +129,7 @@ def run(args: argparse.Namespace) -> None:
         "checkpoint": str(folder),
         "step": state.get("step"),
         "val_loss": state.get("val_loss"),
+        "val_step": state.get("val_step"),
     }
     for line in _notices(facts, seed, runtime.notes if args.dtype != "auto" else []):
         print(line, file=sys.stderr)
@@ -187,6 +188,7 @@ def _sample(
         seed,
         eot=tokenizer.eot,
         sample=sample,
+        n_vocab=tokenizer.n_vocab,
     )
     return Text(ids, tokenizer.decode_bytes, stops)
 
@@ -215,7 +217,9 @@ class Out:
 def _notices(facts: dict[str, Any], seed: int, notes: list[str]) -> Iterator[str]:
     known = [f"step {facts['step']}"] if facts["step"] is not None else []
     if facts["val_loss"] is not None:
-        known.append(f"val loss {facts['val_loss']:.4f}")
+        at = facts["val_step"]  # of the newest evaluation, which may be older than the weights
+        at = "" if at in (None, facts["step"]) else f" at step {at}"
+        known.append(f"val loss {facts['val_loss']:.4f}{at}")
     yield ", ".join([facts["checkpoint"], *known])
     yield from notes
     yield f"seed {seed}"

@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -50,8 +51,8 @@ def joined(argv: list[str]) -> list[str]:
 def compose_and_run(command: Callable[[Config, list[str]], int], argv: list[str]) -> int:
     """Compose a Config from overrides and give it, with the overrides, to `command`.
 
-    Returns the command's exit code; in a sweep (-m) the worst of its jobs. Mistakes come out as
-    ValueError with a one-line message.
+    Returns the command's exit code; in a sweep (-m) the worst of its jobs, of which a signal starts
+    no more. Mistakes come out as ValueError with a one-line message.
     """
     argv = joined(argv)
     for argument in argv:
@@ -67,13 +68,17 @@ def compose_and_run(command: Callable[[Config, list[str]], int], argv: list[str]
                 "see --help"
             )
     jobs: list[tuple[DictConfig, list[str]]] = []
+    sweep: str | None = None  # the name of one that was given none
 
     def collect(composed: DictConfig) -> None:
+        nonlocal sweep
         settings = HydraConfig.get()
         overrides = list(settings.overrides.task)
         if settings.mode == RunMode.MULTIRUN:
             # Two jobs of one name would continue each other.
-            composed.run = f"{composed.run or 'sweep'}_{settings.job.num}"
+            if not composed.run:
+                sweep = sweep or folders.new_name(Path(composed.paths.root), "_0")
+            composed.run = f"{composed.run or sweep}_{settings.job.num}"
             overrides = merge_overrides(overrides, [f"run={composed.run}"])
         jobs.append((composed, overrides))
 
@@ -90,7 +95,12 @@ def compose_and_run(command: Callable[[Config, list[str]], int], argv: list[str]
         sys.argv = before
     if len(configs) == 1:
         return command(*configs[0])
-    return max((_job(command, *config) for config in configs), default=0)
+    worst = 0
+    for config in configs:
+        worst = max(worst, _job(command, *config))
+        if worst >= 128:
+            break
+    return worst
 
 
 def _job(command: Callable[[Config, list[str]], int], config: Config, overrides: list[str]) -> int:
@@ -100,6 +110,10 @@ def _job(command: Callable[[Config, list[str]], int], config: Config, overrides:
     except (ValueError, OSError, RunError) as e:
         print(f"error: {config.run}: {' '.join(str(e).split())}", file=sys.stderr, flush=True)
         return 1 if isinstance(e, RunError) else 2
+    except Exception:
+        traceback.print_exc()
+        print(f"error: {config.run}: see the traceback above", file=sys.stderr, flush=True)
+        return 1
 
 
 def _as_text(argument: str) -> str:

@@ -38,7 +38,7 @@ def announce(
     tracker.say(
         f"training: {t.max_steps} steps of {t.batch_tokens:,} tokens "
         f"({t.micro_batch_size} windows × {accumulated} micro-batches × {ranks.world_size} ranks), "
-        f"{tokens / manifest.train_tokens:.2f} epochs"
+        f"{tokens / manifest.train_tokens:.2f} epochs, packed without padding"
     )
     if config.schedule.warmup_steps > t.max_steps:
         tracker.say(
@@ -79,8 +79,10 @@ def report(
     tracker: Tracker, trainer: Trainer, folder: Path, continue_with: str, stopped_by: int | None
 ) -> None:
     progress = trainer.progress
-    if stopped_by:
-        tracker.say(f"saved at step {progress.step}")
+    if stopped_by and trainer.saver.saved_step is None:
+        tracker.say("nothing is saved yet: the first step was dropped")
+    elif stopped_by:
+        tracker.say(f"saved at step {trainer.saver.saved_step}")
     trainer.show_sample()
     if progress.val_loss is not None:
         tracker.say(f"validation loss {progress.val_loss:.3f} nats a token")

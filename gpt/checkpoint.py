@@ -176,8 +176,14 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     if (folder / WEIGHTS).exists():
         names = [WEIGHTS]
     elif index.exists():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({Path(name).name for name in weight_map.values()})
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted({Path(name).name for name in weight_map.values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(
+                f"{index} is truncated or altered ({type(e).__name__}); which files hold the "
+                "weights is unknown; restore it"
+            ) from e
     elif (folder / "pytorch_model.bin").exists():
         raise ValueError(
             f"{folder} holds its weights as a pickle (pytorch_model.bin), which could run code; "
@@ -233,5 +239,18 @@ def load_moments(folder: Path, model: GPT, optimizer: torch.optim.Optimizer) -> 
                 f"these weights use init_from={folder}"
             )
         states[name][key] = distributed.like(value, parameters[name])
+    kinds = {frozenset(of_one) for of_one in states.values()}
+    if len(kinds) > 1 or (kinds == {frozenset()} and _has_updated(folder)):
+        least = min(states, key=lambda name: len(states[name]))
+        raise ValueError(
+            f"{folder / MOMENTS} lacks moments of {least}; the optimizer can't go on; to start "
+            f"anew from these weights use init_from={folder}"
+        )
     for name, parameter in parameters.items():
         optimizer.state[parameter] = states[name]
+
+
+def _has_updated(folder: Path) -> bool:
+    """Whether a checkpoint comes after an update: before, there are no moments."""
+    state = folders.read_state(folder) or {}
+    return bool(state.get("step", 0) > state.get("skipped", 0))

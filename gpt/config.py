@@ -119,7 +119,7 @@ class RuntimeConfig:
                 f"runtime.device={self.device} is no device; training needs one to run on; "
                 "use auto, cpu, cuda, cuda:N or mps"
             )
-        if self.compile not in (True, False, "auto"):
+        if not isinstance(self.compile, bool) and self.compile != "auto":  # 1 == True
             raise ValueError(
                 f"runtime.compile={self.compile} is none of auto, true, false; "
                 "it says whether torch.compile is used; choose one of the three"
@@ -165,7 +165,7 @@ class TrainerConfig:
     save_every: int | None
     save_minutes: float | None
     keep_last: int
-    log_every: int
+    log_every: int | None
     sample_every: int | None
     max_skipped: int
     spike_z: float | None
@@ -179,7 +179,6 @@ class TrainerConfig:
             "micro_batch_size",
             "eval_tokens",
             "keep_last",
-            "log_every",
         ):
             value = getattr(self, name)
             if name == "micro_batch_size" and value == "auto":
@@ -198,6 +197,7 @@ class TrainerConfig:
             "eval_every",
             "save_every",
             "save_minutes",
+            "log_every",
             "sample_every",
             "grad_clip",
             "spike_z",

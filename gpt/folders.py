@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,16 @@ REPLACED = ".replaced-"
 def default_root() -> Path:
     """Where artefacts lie, unless paths.root says otherwise."""
     return Path(os.environ.get("GPT_ROOT") or "artifacts")
+
+
+def new_name(root: Path, job: str = "") -> str:
+    """The time as a name that no run has; in a sweep, that none has with its first `job` behind."""
+    base = time.strftime("%Y%m%d-%H%M%S")
+    name, n = base, 1
+    while (root / "runs" / f"{name}{job}").exists():
+        n += 1
+        name = f"{base}-{n}"
+    return name
 
 
 # --- finding
@@ -108,8 +119,11 @@ def _first_save(run: Path) -> str:
         text = (run / "config.yaml").read_text(encoding="utf-8")
     except OSError:
         return "once it trains"
-    every = re.search(r"save_every: (\d+)", text)
-    return f"at step {every[1]}, or when it is stopped" if every else "when it ends or is stopped"
+    names = ["save_every", "max_steps"]
+    if not re.search(r"val_fraction: 0(\.0)?$", text, re.MULTILINE):
+        names.append("eval_every")  # the first validation is the best so far, which is saved
+    found = [int(n) for n in re.findall(rf"\b(?:{'|'.join(names)}): (\d+)", text) if int(n)]
+    return f"at step {min(found)} at the latest" if found else "when it ends or is stopped"
 
 
 # --- reading

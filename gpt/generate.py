@@ -23,11 +23,13 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     eot: int | None = None,
+    n_vocab: int | None = None,
 ) -> Tensor:
     """idx [B, T] -> [B, T + max_new_tokens], the prompts and what follows them.
 
     Row b is sample b: it depends on its own prompt, the seed and b, not on B. With `eot`, a row
-    that produced it stays ended: the rest of the row is `eot`. All rows have one length, since
+    that produced it stays ended: the rest of the row is `eot`. With `n_vocab`, no id from there on
+    is produced: a model may have more than its tokenizer knows. All rows have one length, since
     GPT-2's positions see padding; prompts of unequal length are generated one by one.
 
     Raises ValueError for a setting out of range, and for non-finite logits.
@@ -35,7 +37,8 @@ def generate(
     generators = [sample_generator(seed, row) for row in range(len(idx))]
     out = [idx]
     ended = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
-    for ids in _rows(model, idx, max_new_tokens, temperature, top_k, top_p, generators):
+    rows = _rows(model, idx, max_new_tokens, temperature, top_k, top_p, generators, n_vocab)
+    for ids in rows:
         if eot is not None:
             ids = torch.where(ended, eot, ids)
             ended |= ids == eot
@@ -57,15 +60,16 @@ def stream(
     seed: int = 0,
     eot: int | None = None,
     sample: int = 0,
+    n_vocab: int | None = None,
 ) -> Iterator[int]:
     """The new ids of one sample, each as soon as it is there; idx [1, T]. Ends before `eot`.
 
-    `sample` numbers the samples of one seed, as the rows of `generate` do. Raises as `generate`.
+    `sample` numbers the samples of one seed, as the rows of `generate` do; `n_vocab` and what is
+    raised are as there.
     """
     assert len(idx) == 1, idx.shape
-    rows = _rows(
-        model, idx, max_new_tokens, temperature, top_k, top_p, [sample_generator(seed, sample)]
-    )
+    generators = [sample_generator(seed, sample)]
+    rows = _rows(model, idx, max_new_tokens, temperature, top_k, top_p, generators, n_vocab)
     return _until(eot, rows)
 
 
@@ -174,6 +178,7 @@ def _rows(
     top_k: int | None,
     top_p: float | None,
     generators: Sequence[Generator],
+    n_vocab: int | None,
 ) -> Iterator[Tensor]:
     """Checks at once, then yields [B] ids a step, on idx's device."""
     check_settings(temperature, top_k, top_p)
@@ -194,7 +199,8 @@ def _rows(
     def run() -> Iterator[Tensor]:
         context = _Context(model, idx)
         for _ in range(max_new_tokens):
-            ids = choose(context.logits(), temperature, top_k, top_p, generators).to(idx.device)
+            logits = context.logits()[:, :n_vocab]
+            ids = choose(logits, temperature, top_k, top_p, generators).to(idx.device)
             yield ids
             context.append(ids)
 

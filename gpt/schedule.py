@@ -37,7 +37,8 @@ def _check_ratio(min_lr_ratio: float) -> None:
 class CosineConfig(ScheduleConfig):
     """Warm-up, then half a cosine down to `min_lr_ratio` of the peak at step `decay_steps`.
 
-    `decay_steps` null: the whole run. Past it the rate stays at the minimum.
+    `decay_steps` null: the whole run. Past it the rate stays at the minimum, which is then better
+    above 0.
     """
 
     min_lr_ratio: float
@@ -47,6 +48,11 @@ class CosineConfig(ScheduleConfig):
         # slots=True makes a new class, which the zero-argument super() would miss.
         ScheduleConfig.__post_init__(self)
         _check_ratio(self.min_lr_ratio)
+        if self.decay_steps is not None and self.decay_steps < 0:
+            raise ValueError(
+                f"schedule.decay_steps={self.decay_steps} is negative; it counts updates; "
+                "set it to null for the whole run"
+            )
         if self.decay_steps is not None and 0 < self.decay_steps < self.warmup_steps:
             raise ValueError(
                 f"schedule.decay_steps={self.decay_steps} ends before "
@@ -77,25 +83,26 @@ def lr_scale(config: ScheduleConfig, step: int, max_steps: int) -> float:
     """What update `step` (from 0) multiplies every group's peak rate by.
 
     The first update's rate is 1/warmup_steps of the peak, not zero; the peak is reached once,
-    at update warmup_steps − 1 (or 0); the last update has the minimum. Loshchilov & Hutter
-    2017, eq. 5, for the cosine.
+    at update warmup_steps − 1 (or 0); the last update has the minimum, unless that is 0: then the
+    fall would end one update later, since one at a rate of 0 is wasted. Loshchilov & Hutter 2017,
+    eq. 5, for the cosine.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     peak = max(config.warmup_steps - 1, 0)
     match config:
-        case CosineConfig():
+        case CosineConfig(min_lr_ratio=least):
             end = max_steps if config.decay_steps is None else config.decay_steps
-            progress = _progress(step, peak, end - 1)
+            progress = _progress(step, peak, end - (least > 0))
             fall = 0.5 * (1 + math.cos(math.pi * progress))
-        case WSDConfig():
+        case WSDConfig(min_lr_ratio=least):
             start = max(peak, max_steps - 1 - round(config.decay_fraction * max_steps))
-            fall = 1 - _progress(step, start, max_steps - 1)
+            fall = 1 - _progress(step, start, max_steps - (least > 0))
         case ConstantConfig():
             return 1.0
         case _:
             raise AssertionError(f"no such schedule: {type(config).__name__}")
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * fall
+    return least + (1 - least) * fall
 
 
 def _progress(step: int, start: int, last: int) -> float:

@@ -262,13 +262,19 @@ class Tracker:
 
     def _start_wandb(self, folder: Path, run_config: dict[str, Any]) -> None:
         mode = self.config.wandb
+        asked = os.environ.get("WANDB_MODE")  # W&B's own way to say it
+        if mode == WandbMode.auto and asked in set(WandbMode):
+            mode = WandbMode(asked)
         if mode == WandbMode.disabled:
             return
         try:
             import wandb
-        except ImportError:
-            self.say("wandb is not installed: metrics go to metrics.jsonl only")
+        except Exception as e:  # a package that is there may be broken in any way
+            self.say(f"wandb can't be used ({e}): metrics go to metrics.jsonl only")
             return
+        if mode == WandbMode.online and not wandb_has_key():  # on a terminal it would ask for one
+            self.say("W&B has no key (WANDB_API_KEY, or wandb login): it is kept offline")
+            mode = WandbMode.offline
         # W&B logs into the run's folder: on a full disk each line would become a traceback.
         logging.raiseExceptions = False
         if mode == WandbMode.auto:
@@ -284,22 +290,24 @@ class Tracker:
                 config=run_config,
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
             )
-        except (wandb.Error, OSError) as e:
+            # Our own step is the axis: W&B's must rise, and a resumed run repeats some steps.
+            self._wandb.define_metric("step")
+            self._wandb.define_metric("*", step_metric="step")
+        except Exception as e:
+            self._wandb = None
             self.say(f"wandb could not start ({e}): metrics go to metrics.jsonl only")
             return
-        # Our own step is the axis: W&B's must rise, and a resumed run goes over some steps again.
-        self._wandb.define_metric("step")
-        self._wandb.define_metric("*", step_metric="step")
         self.run_id = self._wandb.id
 
 
 def wandb_has_key() -> bool:
     """Whether a key is configured, without W&B's own look-up, which may prompt."""
-    if os.environ.get("WANDB_API_KEY"):
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", WANDB_SITE)).hostname
     try:
-        return host is not None and netrc.netrc().authenticators(host) is not None
+        found = netrc.netrc(os.path.expanduser(os.environ.get("NETRC") or "~/.netrc"))
+        return host is not None and found.authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 

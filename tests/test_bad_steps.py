@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from conf.door import RunError
 from gpt import folders, trainer
 from tests import faults
 from tests.processes import Run
@@ -192,7 +193,7 @@ def with_scaler(monkeypatch: pytest.MonkeyPatch, overflow_at: list[int]) -> None
 def test_the_loss_scale_goes_on_where_it_was(
     train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """T16: 256, doubled after steps 4 and 8, halved by the overflow of step 10, doubled after 14
+    """256, doubled after steps 4 and 8, halved by the overflow of step 10, doubled after 14
     and 18; a run cut after step 10 has the same scale, skipped step, and bits."""
     with_scaler(monkeypatch, overflow_at=[9])
     args = ["trainer.log_every=1", "trainer.eval_every=null", "schedule=constant"]
@@ -220,3 +221,24 @@ def test_scaling_changes_no_bit_where_nothing_overflows(
     _, scaled = train_run(*args, name="scaled")
     a, b = (load_file(run / "checkpoints" / "latest" / folders.WEIGHTS) for run in (plain, scaled))
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize(("overflows", "ends"), [(50, False), (51, True)])
+def test_overflows_without_end_end_the_run(
+    overflows: int,
+    ends: bool,
+    train_run: TrainRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Some in a row are how the loss scale is found; where halving it 50 times hasn't helped, the
+    gradients themselves are no numbers, and the run would skip on to its end."""
+    with_scaler(monkeypatch, overflow_at=list(range(2, 2 + overflows)))
+    args = ["trainer.max_steps=54", "trainer.eval_every=null", "trainer.save_every=2"]
+    if not ends:
+        assert train_run(*args)[0] == 0
+        assert "warning" not in capsys.readouterr().out
+        return
+    with pytest.raises(RunError, match=r"step 53: loss 5\.\d+, gradient norm nan, 51 in a row"):
+        train_run(*args)
+    assert "train window at" in capsys.readouterr().out

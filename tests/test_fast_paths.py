@@ -89,7 +89,7 @@ def test_compiled_on_a_gpu(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_sampling_and_evaluation_do_not_compile_anew(train_run: TrainRun) -> None:
-    """T21: as many graphs with samples of 128 tokens on the way as without."""
+    """As many graphs with samples of 128 tokens on the way as without."""
     from torch._dynamo.utils import counters
 
     graphs = []

@@ -106,7 +106,7 @@ def test_any_number_of_ranks_learns_what_one_learns(
     straight: Callable[[int], Path], ranks: int, world: World
 ) -> None:
     """50 steps with dropout 0.1, DDP on 2 and 4, FSDP on 2 and 3 (of which no table or bias is a
-    multiple); an odd number of validation windows, each weighing the same (T31, T33)."""
+    multiple); an odd number of validation windows, each weighing the same."""
     if ranks == -3:  # a step has to be dealt out to three
         one = world(1, "one384", "trainer.batch_tokens=384", "trainer.max_steps=10")[0]
         three = world(3, "three", "trainer.batch_tokens=384", "trainer.max_steps=10", FSDP)[0]
@@ -166,7 +166,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(
 def test_a_run_may_change_its_ranks_at_any_resume(
     world: World, straight: Callable[[int], Path], parts: list[tuple[int, int]]
 ) -> None:
-    """T10, T48: (ranks, until step), negative for FSDP: the same curve, tokens seen and tokens a
+    """(ranks, until step), negative for FSDP: the same curve, tokens seen and tokens a
     step; the same files, which transformers opens."""
     name = "changing" + "".join(f"_{ranks}" for ranks, _ in parts)
     for ranks, until in parts:
@@ -216,7 +216,7 @@ def note_batches(out: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_share_out_every_window_once(world: World, tmp_path: Path, parallel: str) -> None:
-    """T02, T31, T33: a token file that counts upwards, 33 windows to learn from and 7 to validate
+    """A token file that counts upwards, 33 windows to learn from and 7 to validate
     on: in an epoch each is read once by one rank; a step has the tokens that are printed."""
     ramp = np.arange(33 * 32 + 1, dtype=np.uint16)
     ramp.tofile(tmp_path / "train.bin")
@@ -252,7 +252,7 @@ def test_ranks_share_out_every_window_once(world: World, tmp_path: Path, paralle
 def test_a_step_that_can_not_be_dealt_out_is_refused(
     tmp_path: Path, ranks: int, tokens: int, says: str
 ) -> None:
-    """T02: the numbers, the nearest that can, one line, no work done."""
+    """The numbers, the nearest that can, one line, no work done."""
     args = [*SETTINGS, f"trainer.batch_tokens={tokens}", f"paths.root={tmp_path / 'root'}"]
     refused = Run(args, tmp_path / "out.txt", ranks)
     assert refused.codes(60) == [2] * ranks
@@ -293,7 +293,7 @@ def keep_gradients(out: str) -> None:
 def test_compiled_ranks_have_the_gradients_of_one(
     world: World, tmp_path: Path, parallel: str
 ) -> None:
-    """T47: blocks compiled, then wrapped: equal on both ranks, and to 1e-6 those of one eager
+    """Blocks compiled, then wrapped: equal on both ranks, and to 1e-6 those of one eager
     process on the whole step. Without dropout, which compiled code draws in another way."""
     no_dropout = [f"model.{name}_dropout=0" for name in ("embd", "attn", "resid")]
     settings = [*no_dropout, "trainer.max_steps=1", f"runtime.parallel={parallel}"]
@@ -325,7 +325,7 @@ SAVED = Path("checkpoints") / "latest" / folders.WEIGHTS
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_what_wrapped_runs_save_loads_everywhere(world: World, book: Path, parallel: str) -> None:
-    """T22: the names in the file are those of transformers, without a wrapper's prefix; the run
+    """The names in the file are those of transformers, without a wrapper's prefix; the run
     goes on plain and compiled, and is sampled from."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -368,7 +368,7 @@ def torchrun(ranks: int, *args: str, handle: str = "") -> "subprocess.Popen[str]
 
 @pytest.mark.slow
 def test_two_jobs_of_two_ranks_on_one_machine(tmp_path: Path, book: Path) -> None:
-    """T34, T43: both run, at once, each with one folder, one console and one W&B run."""
+    """Both run, at once, each with one folder, one console and one W&B run."""
     args = [*SETTINGS, "data=text", f"data.path={book}", "trainer.max_steps=3"]
     args += [f"paths.root={tmp_path}", "tracker.wandb=offline"]
     jobs = [torchrun(2, *args, f"run={name}", f"paths.root={tmp_path / name}") for name in "ab"]

@@ -51,7 +51,7 @@ CHECKPOINT_FILES = [
 @pytest.mark.parametrize("name", CHECKPOINT_FILES)
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_pickle_never_runs(name: str, trusted: bool, train_run: TrainRun, tmp_path: Path) -> None:
-    """T46: in the place of any file of a checkpoint; `trusted`: whoever planted it has changed the
+    """In the place of any file of a checkpoint; `trusted`: whoever planted it has changed the
     sums in state.json as well, or taken it away."""
     _, run = train_run("trainer.max_steps=2", "trainer.eval_every=null")
     folder = (run / "checkpoints" / "latest").resolve()

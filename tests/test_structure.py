@@ -94,7 +94,7 @@ def test_rank_variables_are_read_in_one_place() -> None:
 
 @pytest.mark.parametrize("path", SOURCES)
 def test_nothing_can_unpickle(path: str) -> None:
-    """No pickle is read or written, in any of its disguises. (T46)"""
+    """No pickle is read or written, in any of its disguises."""
     text = (ROOT / path).read_text(encoding="utf-8")
     assert not top_level(path) & {"pickle", "dill", "joblib", "cloudpickle"}
     for call in ("torch.load(", "torch.save(", "allow_pickle=True", "_object_list("):

@@ -5,12 +5,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import train
+from conf.cli import compose_and_run
+from conf.schema import Config
 from gpt import folders
 from gpt.tracker import read_metrics
 
@@ -25,7 +28,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_paths_are_relative_to_where_one_stands(
     tmp_path: Path, tiny_args: list[str], book: Path
 ) -> None:
-    """T37: from another folder, with relative data.path and paths.root, to a resume of the run;
+    """From another folder, with relative data.path and paths.root, to a resume of the run;
     Hydra's own chdir changes nothing, and nothing is left beside the sources."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "book.txt").write_bytes(book.read_bytes())
@@ -56,7 +59,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_sweep_gives_every_job_a_run_of_its_own(
     root: Path, tiny_args: list[str], train_run: TrainRun
 ) -> None:
-    """T38: two jobs, two runs; the second has the weights that it has alone."""
+    """Two jobs, two runs; the second has the weights that it has alone."""
     rates = "optimizer.lr=1e-3,1e-4"
     assert train.main(["-m", *tiny_args, f"paths.root={root}", "run=s", rates]) == 0
     assert sorted(p.name for p in (root / "runs").iterdir()) == ["s_0", "s_1"]
@@ -70,7 +73,7 @@ def test_a_sweep_gives_every_job_a_run_of_its_own(
 def test_a_job_that_fails_leaves_the_others_alone(
     root: Path, tiny_args: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """T38: the first can't be, the second runs; the sweep's exit code is the worst."""
+    """The first can't be, the second runs; the sweep's exit code is the worst."""
     sizes = "model.vocab_size=10,null"
     code = train.main(["-m", *tiny_args, f"paths.root={root}", "run=s", sizes])
     assert code == 2
@@ -78,10 +81,65 @@ def test_a_job_that_fails_leaves_the_others_alone(
     assert read_metrics(root / "runs" / "s_1")[-1]["step"] == 20
 
 
+def test_an_unnamed_sweep_has_new_names_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where two begin in one second."""
+    monkeypatch.setattr("time.strftime", lambda form: "20261130-190957")
+    made = []
+
+    def make(config: Config, overrides: list[str]) -> int:
+        assert config.run is not None
+        (tmp_path / "runs" / config.run).mkdir(parents=True)
+        made.append(config.run)
+        return 0
+
+    for _ in range(2):
+        root = f"paths.root={tmp_path}"
+        assert compose_and_run(make, ["-m", "optimizer.lr=1e-3,1e-4", root]) == 0
+    base = "20261130-190957"
+    assert made == [f"{base}_0", f"{base}_1", f"{base}-2_0", f"{base}-2_1"]
+
+
+@pytest.mark.parametrize(("first", "begun", "code"), [(143, 1, 143), (2, 3, 2), (KeyError, 3, 1)])
+def test_a_signal_ends_a_sweep_and_a_fault_does_not(
+    first: Any, begun: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = []
+
+    def job(config: Config, overrides: list[str]) -> int:
+        jobs.append(config.run)
+        if len(jobs) > 1:
+            return 0
+        if first is KeyError:
+            raise KeyError("unforeseen")
+        return int(first)
+
+    sweep = ["-m", "run=s", "optimizer.lr=1e-3,1e-4,1e-5", f"paths.root={tmp_path}"]
+    assert compose_and_run(job, sweep) == code
+    assert jobs == ["s_0", "s_1", "s_2"][:begun]
+    said = capsys.readouterr().err
+    assert ("Traceback" in said and "error: s_0: see" in said) == (first is KeyError)
+
+
+def test_a_sweep_leaves_a_wandb_run_for_every_job(root: Path, tiny_args: list[str]) -> None:
+    args = [a for a in tiny_args if not a.startswith("tracker.")]
+    more = ["tracker.wandb=offline", "trainer.max_steps=1,2", "run=s", f"paths.root={root}"]
+    assert train.main(["-m", *args, *more]) == 0
+    ids = set()
+    for n in (0, 1):
+        run = root / "runs" / f"s_{n}"
+        (file,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
+        state = folders.read_state(run / "checkpoints" / "latest") or {}
+        assert file.name == f"run-{state['tracker_run_id']}.wandb"
+        ids.add(file.name)
+    assert len(ids) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_resuming_takes_no_more_memory_than_starting(tmp_path: Path, tiny_args: list[str]) -> None:
-    """T27: the peak of a process that resumes, against one that starts, 16 M parameters."""
+    """The peak of a process that resumes, against one that starts, 16 M parameters."""
     wide = [a for a in tiny_args if not a.startswith("model.n_embd=")]
     wide += ["model.n_embd=768", "trainer.eval_every=null", "trainer.save_every=2"]
     peaks = []

@@ -10,15 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import sample
 import train
 from conf.cli import stored_overrides
 from conf.door import RunError
 from gpt import checkpoint, distributed, folders, trainer
 from gpt.tracker import read_metrics
+from tests.test_ranks import keep_gradients
 
 ROOT = Path(train.__file__).parent
 TrainRun = Callable[..., tuple[int, Path]]
@@ -96,18 +99,69 @@ def test_a_finished_run_opens_in_transformers(train_run: TrainRun) -> None:
         torch.testing.assert_close(ours(idx), theirs(idx).logits, atol=1e-5, rtol=0)
 
 
-def test_how_a_step_is_cut_changes_nothing(train_run: TrainRun) -> None:
-    """T04: 8 windows at once, 4 × 2 and 8 × 1: the same loss and gradient norm every step."""
+def test_how_a_step_is_cut_changes_nothing(train_run: TrainRun, tmp_path: Path) -> None:
+    """8 windows at once, 4 × 2 and 8 × 1: the same loss and gradient norm every step, and the
+    first step's gradients."""
     base = ["trainer.log_every=1", "trainer.max_steps=4", "trainer.eval_every=null"]
-    rows = []
+    rows, gradients = [], []
     for size in (8, 2, 1):
+        keep_gradients(str(tmp_path / f"gradients{size}"))
         code, run = train_run(*base, f"trainer.micro_batch_size={size}", name=f"micro{size}")
         assert code == 0
         rows.append(read_metrics(run))
+        gradients.append(load_file(tmp_path / f"gradients{size}.0"))
+    assert max(float(g.abs().max()) for g in gradients[0].values()) > 1e-2
+    for others in gradients[1:]:
+        assert others.keys() == gradients[0].keys()
+        for name, g in gradients[0].items():
+            torch.testing.assert_close(others[name], g, atol=1e-6, rtol=0)
     for other in rows[1:]:
         for a, b in zip(rows[0], other, strict=True):
             assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-6)
             assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+
+
+def test_a_run_of_one_step_learns(train_run: TrainRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rate is the peak over the steps of warming up, which isn't 0."""
+    before: dict[str, torch.Tensor] = {}
+    run = trainer.Trainer.run
+
+    def look(self: trainer.Trainer) -> Any:
+        before.update({k: p.detach().clone() for k, p in self.model.named_parameters()})
+        return run(self)
+
+    monkeypatch.setattr(trainer.Trainer, "run", look)
+    code, folder = train_run("trainer.max_steps=1")
+    assert code == 0
+    (row,) = read_metrics(folder)
+    assert row["step"] == 1 and row["lr"] == pytest.approx(1e-3 / 4)
+    after = dict(checkpoint.load_model(folder / "checkpoints" / "latest").named_parameters())
+    assert before and not any(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("off", ["null", "0"])
+def test_rows_every_so_often_can_be_switched_off(train_run: TrainRun, off: str) -> None:
+    """What is left: evaluations, and the last step."""
+    _, run = train_run(f"trainer.log_every={off}", "trainer.eval_every=8")
+    assert [row["step"] for row in read_metrics(run)] == [8, 16, 20]
+
+
+def test_a_checkpoint_knows_of_which_step_its_validation_loss_is(train_run: TrainRun) -> None:
+    _, run = train_run("trainer.save_every=5", "trainer.keep_last=9")
+    states = [folders.read_state(p) or {} for p in folders.steps(run / "checkpoints")]
+    assert [(s["step"], s["val_step"]) for s in states] == [(5, None), (10, 10), (15, 10), (20, 20)]
+
+
+def test_a_vocabulary_beyond_the_tokenizers(
+    train_run: TrainRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rounder table for the matrix units: no sample, here or of sample.py, has an id of it that
+    is no token. After one step every id is about as likely as any other."""
+    code, run = train_run("model.vocab_size=512", "trainer.max_steps=1")
+    assert code == 0 and "sample after step 1" in capsys.readouterr().out
+    hot = ["--temperature", "2", "--top-k", "0", "--device", "cpu", "--seed", "1"]
+    assert sample.main([str(run), *hot]) == 0
+    assert len(capsys.readouterr().out) > 20
 
 
 def test_no_validation_no_best(train_run: TrainRun) -> None:
@@ -118,12 +172,15 @@ def test_no_validation_no_best(train_run: TrainRun) -> None:
 
 
 def test_data_for_three_steps_lasts_for_fifty(train_run: TrainRun, tmp_path: Path) -> None:
-    """D08: epochs go on, and no window is left out of one."""
+    """Epochs go on: 1,021 tokens are 32 windows, of which a step takes 8."""
     short = tmp_path / "short.txt"
     short.write_text("0123456789abcdef\n" * 60)
-    code, run = train_run(f"data.path={short}", "trainer.max_steps=50", "trainer.eval_every=null")
+    args = [f"data.path={short}", "data.val_fraction=0", "trainer.eval_every=null"]
+    code, run = train_run(*args, "trainer.max_steps=50")
     assert code == 0
-    assert read_metrics(run)[-1]["step"] == 50
+    rows = read_metrics(run)
+    assert rows[-1]["step"] == 50
+    assert [row["epoch"] for row in rows] == [row["step"] / 4 for row in rows]
 
 
 # --- resuming
@@ -151,7 +208,7 @@ def test_resuming_gives_the_same_bits(
     kills: tuple[int, ...],
     looking: bool,
 ) -> None:
-    """T06: 20 = 10 + 10 = 5 + 5 + 10, with evaluation and sampling on or off, accumulation 2."""
+    """20 = 10 + 10 = 5 + 5 + 10, with evaluation and sampling on or off, accumulation 2."""
     every = ["trainer.eval_every=3", "trainer.sample_every=4"] if looking else []
     off = ["trainer.eval_every=null", "trainer.sample_every=null"]
     kill_before(monkeypatch, *kills)
@@ -162,7 +219,7 @@ def test_resuming_gives_the_same_bits(
     assert code == 0
     assert_same_bits(weights(run), straight)
     steps = [row["step"] for row in read_metrics(run)]
-    assert steps == sorted(set(steps)) and steps[-1] == 20  # each step once (T42)
+    assert steps == sorted(set(steps)) and steps[-1] == 20  # each step once
 
 
 def test_dropout_was_on(straight: dict[str, torch.Tensor], train_run: TrainRun) -> None:
@@ -197,24 +254,44 @@ def test_resuming_gives_the_same_bits_compiled(
         torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=0)
 
 
-def test_a_run_resumed_over_epochs_sees_every_window(train_run: TrainRun, tmp_path: Path) -> None:
-    """T07 and T09: stop at a border of 10-step epochs, go on to 30; tokens counted right."""
-    text = tmp_path / "t.txt"
-    text.write_text("".join(f"{i:015d}\n" for i in range(160)))  # 2,560 bytes + EOT: 81 windows
-    args = [f"data.path={text}", "data.val_fraction=0", "trainer.batch_tokens=288"]
-    args += ["trainer.micro_batch_size=9", "schedule=constant", "trainer.eval_every=null"]
-    _, run = train_run(*args, "trainer.max_steps=9")
-    code, run = train_run(*args, "trainer.max_steps=27")
+def test_a_run_resumed_over_epochs_sees_every_window(
+    train_run: TrainRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token ids that count upwards, 80 windows in 10 steps of 8: stopped right at the border of an
+    epoch, on to 30; in each epoch every window is read once, and tokens are counted right."""
+    np.arange(80 * 32 + 1, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    args = ["data=tokens", f"data.path={tmp_path}", "data.tokenizer=gpt2", "data.val_fraction=0"]
+    args += ["schedule=constant", "trainer.eval_every=null"]
+    read: list[int] = []
+    forward = trainer.NextTokenLoss.forward
+
+    def noted(self: trainer.NextTokenLoss, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        read.extend(x[:, 0].tolist())
+        return forward(self, x, y)
+
+    monkeypatch.setattr(trainer.NextTokenLoss, "forward", noted)
+    train_run(*args, "trainer.max_steps=10")
+    assert len(read) == 80
+    code, run = train_run(*args, "trainer.max_steps=30")
     assert code == 0
-    _, straight = train_run(*args, "trainer.max_steps=27", name="straight")
+    assert len(read) == 3 * 80
+    orders = [read[i : i + 80] for i in (0, 80, 160)]
+    assert sorted(orders[0]) == list(range(0, 80 * 32, 32))
+    for order in orders:  # from the epoch's own phase on, every 32 tokens, round the stream's end
+        phase = order[0] % 32
+        steps = {(first - order[0]) % (80 * 32 + 1) for first in order}
+        assert len(steps) == 80, phase
+    assert orders[0] != orders[1] != orders[2]
+    _, straight = train_run(*args, "trainer.max_steps=30", name="straight")
+    assert read[240:] == read[:240]
     assert_same_bits(weights(run), weights(straight))
-    assert read_metrics(run)[-1]["tokens_seen"] == 27 * 288
+    assert read_metrics(run)[-1]["tokens_seen"] == 30 * 256
 
 
 def test_a_longer_run_says_how_the_rate_changes(
     train_run: TrainRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """T15: nothing left to do, then twice as long: the old and the new rate are printed."""
+    """Nothing left to do, then twice as long: the old and the new rate are printed."""
     train_run()
     assert train_run()[0] == 0
     assert "nothing left to do" in capsys.readouterr().out
@@ -229,7 +306,7 @@ def test_a_longer_run_says_how_the_rate_changes(
 def test_the_best_stays_the_best_over_a_resume(
     train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """T26: validation 3.0, 2.0, 2.5, (resumed) 2.2: the best is the second."""
+    """Validation 3.0, 2.0, 2.5, (resumed) 2.2: the best is the second."""
     losses = iter([3.0, 2.0, 2.5, 2.2])
     monkeypatch.setattr(trainer.Trainer, "evaluate", lambda self: (next(losses), 1.0))
     kill_before(monkeypatch, 15)
@@ -295,7 +372,7 @@ def finished(train_run: TrainRun) -> Path:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("model.n_layer=3", "model.n_layer was 2 and is 3"),  # T28
+        ("model.n_layer=3", "model.n_layer was 2 and is 3"),
         ("optimizer.lr=0.5", "optimizer.lr was 0.001 and is 0.5"),
         ("trainer.seed=1", "trainer.seed was 1337 and is 1"),
         ("trainer.micro_batch_size=8", "trainer.micro_batch_size was 4 and is 8"),
@@ -346,7 +423,7 @@ def test_the_same_data_at_another_path_is_no_other_data(
 @pytest.mark.parametrize("name", ["model.safetensors", "training/optimizer.safetensors"])
 @pytest.mark.parametrize("harm", ["empty", "half", "flip", "gone"])
 def test_a_damaged_checkpoint_is_named(train_run: TrainRun, name: str, harm: str) -> None:
-    """T24: truncated to nothing or a half, one byte flipped, or gone: named, nothing loaded."""
+    """Truncated to nothing or a half, one byte flipped, or gone: named, nothing loaded."""
     _, run = train_run("trainer.eval_every=null")  # one checkpoint: none to fall back to
     damage((run / "checkpoints" / "latest").resolve() / name, harm)
     with pytest.raises(ValueError, match="truncated or altered") as caught:
@@ -383,7 +460,7 @@ def test_resume_falls_back_to_a_whole_checkpoint(
 def test_too_little_text_is_refused_before_training(
     train_run: TrainRun, tmp_path: Path, text: str, says: str
 ) -> None:
-    """D04: an error at the start, not at the first evaluation."""
+    """An error at the start, not at the first evaluation."""
     path = tmp_path / "small.txt"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
@@ -428,6 +505,18 @@ def test_init_from_a_run_keeps_its_weights_and_takes_its_shape(
     assert code == 0 and seen["step"] == 0
     before = load_file(finished / "checkpoints" / "latest" / folders.WEIGHTS)
     assert torch.equal(seen["wte"][:257], before["transformer.wte.weight"])
+
+
+def test_a_run_goes_on_without_what_it_was_started_from(
+    train_run: TrainRun, finished: Path, tmp_path: Path
+) -> None:
+    """Its own checkpoint and its stored settings are all it takes."""
+    source = tmp_path / "source"
+    shutil.copytree(finished / "checkpoints" / "latest", source)
+    assert train_run(f"init_from={source}", "trainer.max_steps=3", name="tuned")[0] == 0
+    shutil.rmtree(source)
+    code, run = train_run("trainer.max_steps=5", name="tuned")
+    assert code == 0 and read_metrics(run)[-1]["step"] == 5
 
 
 def test_init_from_another_tokenizer_is_refused(train_run: TrainRun, finished: Path) -> None:
@@ -539,7 +628,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path: Path, tiny_args: list[st
 def test_wandb_offline_writes_one_run_and_asks_nothing(
     tmp_path: Path, tiny_args: list[str]
 ) -> None:
-    """T41: no key, no network, no standard input; metrics.jsonl is there all the same."""
+    """No key, no network, no standard input; metrics.jsonl is there all the same."""
     args = [a for a in tiny_args if not a.startswith("tracker.")]
     done = command(*args, f"paths.root={tmp_path}", "run=r", "tracker.wandb=auto")
     assert done.returncode == 0, done.stderr
@@ -579,7 +668,9 @@ def test_a_step_of_hours_is_dropped_for_a_signal(tmp_path: Path, tiny_args: list
                 time.sleep(2)  # into the first step, of which nothing is heard
                 process.send_signal(15)
                 break
-        assert "stopped after step 0" in process.stdout.read()
+        said = process.stdout.read()
+        assert "nothing is saved yet" in said and "saved at" not in said
+        assert "stopped after step 0" in said
         assert process.wait(30) == 143
 
 

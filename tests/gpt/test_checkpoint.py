@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gpt import checkpoint, folders
 from gpt.config import AdamWConfig
@@ -62,7 +63,7 @@ def test_weights_and_moments_come_back_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_no_file_tells_of_a_device(tmp_path: Path) -> None:
-    """S11: a tensor is numbers, a shape and a format, so it loads wherever it is asked to."""
+    """A tensor is numbers, a shape and a format, so it loads wherever it is asked to."""
     path = save(tmp_path)
     for name in (folders.WEIGHTS, folders.MOMENTS):
         content = (path / name).read_bytes()
@@ -147,7 +148,7 @@ def test_a_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_weights_alone_can_not_be_continued(tmp_path: Path) -> None:
-    """T28: what to do instead is said."""
+    """What to do instead is said."""
     path = save(tmp_path)
     (path / "state.json").unlink()
     with pytest.raises(ValueError, match="init_from="):
@@ -155,7 +156,7 @@ def test_weights_alone_can_not_be_continued(tmp_path: Path) -> None:
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
-    """T46: a planted pickle never runs, neither as weights nor under a safetensors name."""
+    """A planted pickle never runs, neither as weights nor under a safetensors name."""
     import pickle
 
     class Canary:
@@ -174,6 +175,47 @@ def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pickle"):
         checkpoint.load_model(path)
     assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}']
+)
+def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
+    path = save(tmp_path)
+    (path / "state.json").unlink()
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index.json is truncated or altered.*; restore it"):
+        checkpoint.load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [("exp_avg.ln_f.bias", "ln_f.bias"), (".ln_f.bias", "ln_f.bias"), ("", "wte.weight")],
+)
+def test_moments_that_are_missing_are_named(tmp_path: Path, lost: str, named: str) -> None:
+    """One of a parameter's, all of a parameter's, all: the optimizer would begin them anew."""
+    path = save(tmp_path)
+    moments = load_file(path / folders.MOMENTS)
+    kept = {name: moments[name] for name in moments if lost not in name}
+    assert len(kept) < len(moments)
+    save_file(kept, path / folders.MOMENTS)
+    model, optimizer = trained()
+    with pytest.raises(ValueError, match=f"optimizer.safetensors lacks moments of {named}; the"):
+        checkpoint.load_moments(path, model, optimizer)
+
+
+def test_before_any_update_there_are_no_moments(tmp_path: Path) -> None:
+    """Every step so far was skipped."""
+    model = tiny()
+    optimizer = build_optimizer(
+        model, AdamWConfig(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    )
+    taken = checkpoint.snapshot(model, optimizer)
+    path = tmp_path / "step_00000002"
+    checkpoint.write(path, taken, {"step": 2, "skipped": 2}, eot=59, tokenizer=None)
+    checkpoint.load_moments(path, model, optimizer)
+    assert not any(optimizer.state.values())
 
 
 def test_resolve(tmp_path: Path) -> None:

@@ -203,6 +203,21 @@ def test_only_whole_batches_are_taken(shape: tuple[int, ...]) -> None:
         generate(tiny(), torch.zeros(shape, dtype=torch.int64), 3)
 
 
+def test_ids_that_the_tokenizer_lacks_are_never_drawn() -> None:
+    """Of 65 ids the tokenizer has 10: drawn, streamed, or the likeliest, it is one of these."""
+    model = tiny()
+    free = generate(model, PROMPT, 40, 2.0)
+    assert (free[:, PROMPT.size(1) :] >= 10).any()
+    few = generate(model, PROMPT, 40, 2.0, n_vocab=10)[:, PROMPT.size(1) :]
+    assert few.max() < 10 and len(few.unique()) > 5
+    alone = stream(model, PROMPT[:1], 40, 2.0, n_vocab=10)
+    assert list(alone) == few[0].tolist()
+    idx = PROMPT
+    for _ in range(10):
+        idx = torch.cat([idx, model(idx)[:, -1, :10].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(generate(model, PROMPT, 10, 0, n_vocab=10), idx)
+
+
 def test_ids_of_a_larger_vocabulary_are_named() -> None:
     with pytest.raises(ValueError, match="id 271 .* 65 tokens"):
         generate(tiny(), torch.tensor([[3, 271]]), 3)

@@ -105,7 +105,7 @@ def test_time_left_counts_neither_the_first_step_nor_an_outlier_but_what_is_besi
 
 
 def test_the_share_of_peak_does_not_depend_on_accumulation_or_ranks() -> None:
-    """T35: the same tokens a second on twice the devices is half the share, and nothing else is."""
+    """The same tokens a second on twice the devices is half the share, and nothing else is."""
     clock = Clock()
     shares = []
     for batch_tokens, seconds, ranks in ((1000, 1.0, 1), (4000, 4.0, 1), (8000, 4.0, 2)):

@@ -29,7 +29,7 @@ def ids(B: int, T: int, V: int = 101, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(("n_embd", "block_size"), [(48, 16), (16, 48)])
 def test_logits_depend_on_the_past_alone(attention: str, n_embd: int, block_size: int) -> None:
     """Causality by gradients, where width and length differ: zero from the future, not from the
-    past. (M04)"""
+    past."""
     model = GPT(config(n_embd=n_embd, block_size=block_size, n_head=2), attention).eval()
     for p in model.h.parameters():
         torch.nn.init.normal_(p, std=0.2)
@@ -79,7 +79,7 @@ def test_reference_attention_by_hand() -> None:
 
 @pytest.mark.parametrize("attention", PATHS)
 def test_dropout_trains_and_rests(attention: str) -> None:
-    """M03: each kind of dropout acts in training, with gradients everywhere, and not in eval."""
+    """Each kind of dropout acts in training, with gradients everywhere, and not in eval."""
     x, y = ids(2, 16), ids(2, 16, seed=1)
     for kind in ("embd_dropout", "attn_dropout", "resid_dropout"):
         model = GPT(config(**{kind: 0.5}), attention)
@@ -93,7 +93,7 @@ def test_dropout_trains_and_rests(attention: str) -> None:
 
 
 def test_gelu_is_the_tanh_form() -> None:
-    """M09: Hendrycks & Gimpel's approximation, which differs visibly from the exact form."""
+    """Hendrycks & Gimpel's approximation, which differs visibly from the exact form."""
     mlp = MLP(config(n_embd=3))
     x = torch.linspace(-6, 6, 240).view(-1, 12)
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_gelu_is_the_tanh_form() -> None:
 
 
 def test_a_block_against_an_independent_one() -> None:
-    """M14: norm before the sublayer, biased variance, residual around it; weights random."""
+    """Norm before the sublayer, biased variance, residual around it; weights random."""
     block = Block(config(), "flash").eval()
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.3)
@@ -144,7 +144,7 @@ def test_the_initial_loss_is_that_of_a_fair_guess() -> None:
 
 
 def test_initial_weights() -> None:
-    """M11 and GPT-2's scaling: tables and matrices N(0, 0.02), residual writers smaller."""
+    """GPT-2's scaling: tables and matrices N(0, 0.02), residual writers smaller."""
     model = GPT(config(vocab_size=5000, n_embd=96, n_layer=8, block_size=256))
     assert model.wpe.weight.std().item() == pytest.approx(0.02, rel=0.03)
     assert model.wte.weight[:5000].std().item() == pytest.approx(0.02, rel=0.03)
@@ -179,7 +179,7 @@ def test_padding_of_the_vocabulary_is_seen_by_nobody() -> None:
 
 @pytest.mark.parametrize("attention", PATHS)
 def test_crop_block_size(attention: str) -> None:
-    """M02: logits within the new length stay; past it, and growing, is refused."""
+    """Logits within the new length stay; past it, and growing, is refused."""
     model = GPT(config(block_size=64), attention).eval()
     x = ids(1, 32)
     before = model(x)
@@ -193,7 +193,6 @@ def test_crop_block_size(attention: str) -> None:
 
 
 def test_too_long_an_input_names_both_lengths() -> None:
-    """M05"""
     with pytest.raises(ValueError, match="17 tokens and the model 16 positions"):
         GPT(config())(ids(1, 17))
 
@@ -206,7 +205,7 @@ def test_too_long_an_input_names_both_lengths() -> None:
     ],
 )
 def test_heads_that_do_not_divide_the_width(changes: dict[str, int], says: str) -> None:
-    """M12: refused with both numbers; 3 heads of 16 in 48 work."""
+    """Refused with both numbers; 3 heads of 16 in 48 work."""
     with pytest.raises(ValueError, match=says):
         config(**changes)
     assert config(n_head=3, n_embd=48).head_dim == 16

@@ -13,7 +13,7 @@ def tiny() -> GPT:
 
 
 def test_every_parameter_is_in_one_group() -> None:
-    """M15: tied weights once, 1-D tensors undecayed, none left out, the order stable."""
+    """Tied weights once, 1-D tensors undecayed, none left out, the order stable."""
     model = tiny()
     decayed, rest = (group["params"] for group in parameter_groups(model, 0.1))
     assert isinstance(decayed, list) and isinstance(rest, list)

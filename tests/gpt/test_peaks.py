@@ -47,7 +47,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
     ],
 )
 def test_bfloat16_of_names_that_look_alike(name: str, tflops: float) -> None:
-    """T35: neither a part of the name nor the sparse figure is taken for the card's."""
+    """Neither a part of the name nor the sparse figure is taken for the card's."""
     assert lookup(name, BF16) == pytest.approx(tflops * 1e12)
     assert lookup(name, FP16) == lookup(name, BF16)
 

@@ -18,7 +18,6 @@ def config(**changes: object) -> RuntimeConfig:
 
 
 def test_auto_and_cpu_run_where_there_is_no_gpu() -> None:
-    """T18"""
     for device in ("auto", "cpu"):
         assert resolve(config(device=device)).device.type in ("cpu", "cuda", "mps")
 
@@ -26,7 +25,7 @@ def test_auto_and_cpu_run_where_there_is_no_gpu() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("device", ["cuda", "cuda:7"])
 def test_a_device_that_is_not_there(device: str) -> None:
-    """T18: one line that names it, not torch's traceback."""
+    """One line that names it, not torch's traceback."""
     with pytest.raises(ValueError, match=f"runtime.device={device} is not on this machine"):
         resolve(config(device=device))
 
@@ -41,6 +40,13 @@ def test_auto_takes_bfloat16_only_where_it_is_fast(
     assert any("no bfloat16" in note for note in machine.notes) is not has
 
 
+def test_deterministic_algorithms_are_for_one_run() -> None:
+    """Jobs of a sweep share a process."""
+    for wanted in (True, False):
+        resolve(config(deterministic=wanted))
+        assert torch.are_deterministic_algorithms_enabled() == wanted
+
+
 def fake(monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, bf16: bool = False) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
@@ -50,7 +56,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, bf16: bool = Fa
 
 
 def test_a_gpu_without_bfloat16_takes_float16_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T17"""
     fake(monkeypatch, cuda=True, mps=False)
     machine = resolve(config(device="auto"))
     assert (machine.device.type, machine.dtype) == ("cuda", torch.float16)
@@ -60,7 +65,7 @@ def test_a_gpu_without_bfloat16_takes_float16_and_says_so(monkeypatch: pytest.Mo
 
 
 def test_mps_is_neither_cpu_nor_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T19: float32, no compiling, no loss scaling, nothing of CUDA's is called."""
+    """In float32, no compiling, no loss scaling, nothing of CUDA's is called."""
     fake(monkeypatch, cuda=False, mps=True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("CUDA was called"))
     machine = resolve(config(device="auto", compile="auto"))

@@ -13,7 +13,6 @@ def cosine(warmup: int, decay: int | None = None, ratio: float = 0.1) -> CosineC
 
 
 def test_warm_up_starts_above_zero_and_reaches_the_peak_once() -> None:
-    """T12"""
     scales = [lr_scale(cosine(100), step, 1000) for step in range(1000)]
     assert scales[0] == pytest.approx(0.01)
     rises = [b - a for a, b in itertools.pairwise(scales[:100])]
@@ -23,7 +22,7 @@ def test_warm_up_starts_above_zero_and_reaches_the_peak_once() -> None:
 
 
 def test_the_shape_is_half_a_cosine() -> None:
-    """T14: exact at the quarters, strictly falling to the end."""
+    """Exact at the quarters, strictly falling to the end."""
     config = cosine(1, ratio=0.2)
     for p, step in ((0.25, 25), (0.5, 50), (0.75, 75), (1.0, 100)):
         expected = 0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * p))
@@ -44,14 +43,14 @@ def test_the_shape_is_half_a_cosine() -> None:
     ],
 )
 def test_edges(warmup: int, decay: int | None, steps: int, expected: list[float]) -> None:
-    """T13: finite everywhere, the minimum past the end."""
+    """Finite everywhere, the minimum past the end."""
     config = cosine(warmup, decay)
     scales = [lr_scale(config, s, steps) for s in range(steps)]
     assert scales == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_decay_that_ends_before_the_warm_up_is_refused() -> None:
-    """T13, (10, 5, 5)"""
+    """Warm-up 10, decay 5, of 5 steps."""
     with pytest.raises(ValueError, match="decay_steps=5 ends before schedule.warmup_steps=10"):
         cosine(10, 5)
 
@@ -65,3 +64,19 @@ def test_warmup_stable_decay() -> None:
 def test_constant() -> None:
     scales = [lr_scale(ConstantConfig(warmup_steps=2), s, 5) for s in range(5)]
     assert scales == [0.5, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (cosine(1, ratio=0.0), [1.0, 0.853553, 0.5, 0.146447]),
+        (cosine(0, ratio=0.0), [1.0, 0.853553, 0.5, 0.146447]),
+        (WSDConfig(warmup_steps=0, min_lr_ratio=0.0, decay_fraction=1.0), [1.0, 0.75, 0.5, 0.25]),
+        (WSDConfig(warmup_steps=0, min_lr_ratio=0.0, decay_fraction=0.25), [1.0, 1.0, 1.0, 0.5]),
+    ],
+)
+def test_a_fall_to_zero_ends_after_the_last_update(
+    config: CosineConfig | WSDConfig, expected: list[float]
+) -> None:
+    """An update at a rate of 0 would change nothing."""
+    assert [lr_scale(config, s, 4) for s in range(4)] == pytest.approx(expected, abs=1e-6)

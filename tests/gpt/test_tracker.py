@@ -34,7 +34,7 @@ def rows(path: Path) -> list[int]:
 
 
 def test_rows_that_a_kill_undid_go(tmp_path: Path) -> None:
-    """T42: saved at 10, killed at 13 in mid-line: 11 to 13 will be written again."""
+    """Saved at 10, killed at 13 in mid-line: 11 to 13 will be written again."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 13)) + '{"step": 1')
     keep_rows(path, 10)
@@ -97,6 +97,10 @@ def test_a_key_is_looked_for_without_asking(
     assert wandb_has_key()
     (tmp_path / ".netrc").write_text("not a netrc file at all {\n")
     assert not wandb_has_key()
+    (tmp_path / "elsewhere").write_text("machine api.wandb.ai login user password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "elsewhere"))
+    assert wandb_has_key()
+    monkeypatch.delenv("NETRC")
     monkeypatch.setenv("WANDB_API_KEY", "k")
     assert wandb_has_key()
 
@@ -290,7 +294,7 @@ def plain(value: Any) -> bool:
 def test_wandb_gets_a_plain_nested_dict(
     monkeypatch: pytest.MonkeyPatch, train_run: Callable[..., tuple[int, Path]]
 ) -> None:
-    """T44: neither a config object nor a string with ${…} in it; and rows with their step."""
+    """Neither a config object nor a string with ${…} in it; and rows with their step."""
     given: dict[str, Any] = {}
     logged: list[dict[str, float]] = []
 
@@ -311,6 +315,82 @@ def test_wandb_gets_a_plain_nested_dict(
     assert given["config"]["trainer"]["max_steps"] == 2
     assert given["config"]["paths"]["root"] == str(run.parents[1])
     assert logged == read_metrics(run) and [row["step"] for row in logged] == [1, 2]
+
+
+def stub_wandb(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What wandb.init is asked for, call by call."""
+    asked: list[dict[str, Any]] = []
+
+    def init(**kwargs: Any) -> Any:
+        asked.append(kwargs)
+        nothing = {name: lambda *_, **__: None for name in ("define_metric", "log", "finish")}
+        return SimpleNamespace(id=kwargs["id"] or f"run-{len(asked)}", **nothing)
+
+    monkeypatch.setattr("wandb.init", init)
+    return asked
+
+
+def test_a_resume_goes_on_with_the_stored_wandb_run(
+    monkeypatch: pytest.MonkeyPatch, train_run: Callable[..., tuple[int, Path]]
+) -> None:
+    asked = stub_wandb(monkeypatch)
+    for steps in (1, 2):
+        train_run("tracker.wandb=offline", f"trainer.max_steps={steps}")
+    assert [call["id"] for call in asked] == [None, "run-1"]
+    assert all(call["resume"] == "allow" for call in asked)
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment", "key", "mode"),
+    [
+        ("auto", None, False, "offline"),
+        ("auto", None, True, "online"),
+        ("auto", "offline", True, "offline"),
+        ("auto", "disabled", True, None),
+        ("auto", "online", False, "offline"),
+        ("online", "disabled", True, "online"),
+        ("offline", "online", True, "offline"),
+        ("disabled", "online", True, None),
+        ("online", None, False, "offline"),
+    ],
+)
+def test_where_wandb_goes(
+    setting: str,
+    environment: str | None,
+    key: bool,
+    mode: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A setting wins over W&B's own variable; without a key it isn't online, and asks for none."""
+    monkeypatch.delenv("WANDB_MODE")
+    if environment is not None:
+        monkeypatch.setenv("WANDB_MODE", environment)
+    monkeypatch.setattr("gpt.tracker.wandb_has_key", lambda: key)
+    asked = stub_wandb(monkeypatch)
+    with Tracker(TrackerConfig(wandb=WandbMode(setting), project="p"), is_main=True) as tracker:
+        tracker.open(tmp_path, {}, None, 0)
+    assert [call["mode"] for call in asked] == ([mode] if mode else [])
+    unmet = not key and "online" in (setting, environment)
+    assert ("W&B has no key" in capsys.readouterr().out) == unmet
+
+
+@pytest.mark.parametrize("how", ["absent", "broken"])
+def test_without_a_wandb_that_works_the_run_goes_on(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if how == "absent":
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    else:
+        (tmp_path / "wandb.py").write_text("raise RuntimeError('made for another protobuf')\n")
+        monkeypatch.delitem(sys.modules, "wandb", raising=False)
+        monkeypatch.syspath_prepend(str(tmp_path))
+    with Tracker(OFFLINE, is_main=True) as tracker:
+        tracker.open(tmp_path, {}, None, 0)
+        tracker.log({"step": 1})
+    assert rows(tmp_path / "metrics.jsonl") == [1]
+    assert capsys.readouterr().out.count("wandb can't be used (") == 1
 
 
 @pytest.mark.parametrize("breaks", ["log", "finish"])
@@ -390,7 +470,7 @@ def test_a_key_gets_into_no_file(
 
 @pytest.mark.slow
 def test_two_ranks_have_one_wandb_run(tmp_path: Path, tiny_args: list[str]) -> None:
-    """T43: the other rank has none, not even an empty one; train and val share the step axis."""
+    """The other rank has none, not even an empty one; train and val share the step axis."""
     args = [*tiny_args, "tracker.wandb=offline", f"paths.root={tmp_path}", "run=r"]
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     child = subprocess.Popen(
