@@ -122,6 +122,7 @@ def test_a_signal_ends_a_sweep_and_a_fault_does_not(
     assert ("Traceback" in said and "error: s_0: see" in said) == (first is KeyError)
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_a_wandb_run_for_every_job(root: Path, tiny_args: list[str]) -> None:
     args = [a for a in tiny_args if not a.startswith("tracker.")]
     more = ["tracker.wandb=offline", "trainer.max_steps=1,2", "run=s", f"paths.root={root}"]
