@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", default=["ours", "eager"])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--apart", action="store_true", help="one after another: less memory")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
@@ -48,15 +49,19 @@ def main() -> None:
     first: dict[str, float] = {}
     for T in args.lengths:
         args.length, args.windows = T, max(1, args.tokens // T)
-        contestants = [Contestant(name, args) for name in args.contestants]
-        for one in contestants:
-            one.ask("step")
-        for _ in range(args.rounds):
-            for one in contestants:
-                one.steps.append(one.ask("step"))
+        contestants = []
+        for names in [[name] for name in args.contestants] if args.apart else [args.contestants]:
+            together = [Contestant(name, args) for name in names]
+            for one in together:
+                one.ask("step")
+            for _ in range(args.rounds):
+                for one in together:
+                    one.steps.append(one.ask("step"))
+            for one in together:
+                one.end()
+            contestants += together
         ours = statistics.median(contestants[0].steps)
         for one in contestants:
-            one.end()
             median = statistics.median(one.steps)
             token = median / (T * args.windows)
             share = operations(args.size, T) / token / rate

@@ -5,6 +5,7 @@ YAML holds values, dataclasses hold shape: a misspelt key or a wrong type stops 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -87,6 +88,13 @@ def to_config(composed: DictConfig) -> Config:
     OmegaConf's errors for missing ones."""
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    for section, values in to_plain(config).items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(
+                    f"{section}.{key}={value} is no finite number; checkpoints keep the settings "
+                    "as JSON, which has none such; give a number, or null where a key may be off"
+                )
     return config
 
 

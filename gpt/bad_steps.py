@@ -121,11 +121,10 @@ class Judge:
                 f"step {step}: loss {done.loss}, gradient norm {done.grad_norm}, "
                 f"{progress.skipped_in_row + 1} in a row without an update"
             )
-        if done.is_finite() and progress.rollbacks_in_row >= max(1, most):
-            raise StepError(
-                f"step {step}: another spike (loss {done.loss:.3f}), after "
-                f"{progress.rollbacks_in_row} returns to a checkpoint"
-            )
+        back, skipped = progress.rollbacks_in_row, progress.skipped_in_row
+        if done.is_finite() and max(back, skipped) >= max(1, most):
+            after = f"{back} returns to a checkpoint" if back else f"{skipped} skipped in a row"
+            raise StepError(f"step {step}: another spike (loss {done.loss:.3f}), after {after}")
 
     def name_windows(
         self, losses: Tensor, starts: np.ndarray, describe: Callable[[np.ndarray], list[str]]

@@ -152,6 +152,16 @@ def test_many_spikes_end_the_run(tmp_path: Path, book: Path) -> None:
     assert run.text().splitlines()[-1].startswith("error: step 46: another spike")
 
 
+def test_losses_that_stay_high_are_not_skipped_for_ever(tmp_path: Path, book: Path) -> None:
+    """From step 46 on every loss is ten times itself: two are skipped, the third ends the run."""
+    spike = partial(faults.scale_loss, 10.0, list(range(45, 60)), None)
+    args = arguments(book, tmp_path, "trainer.on_spike=skip", "trainer.max_skipped=2")
+    run = Run(args, tmp_path / "out", hook=spike)
+    assert run.codes() == [1], run.text()
+    assert run.text().count("all ranks skip this update") == 2 + 1
+    assert "error: step 48: another spike" in run.text() and "2 skipped in a row" in run.text()
+
+
 # --- loss scaling
 
 
@@ -209,6 +219,19 @@ def test_the_loss_scale_goes_on_where_it_was(
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
     state = folders.read_state(cut / "checkpoints" / "latest")
     assert state is not None and state["loss_scaler"]["scale"] == 2048
+
+
+def test_a_run_saved_without_a_loss_scale_goes_on_with_one(
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Continued on a GPU without bfloat16: the scale starts anew, at 256, and has grown twice."""
+    args = ["trainer.eval_every=null", "schedule=constant"]
+    _, run = train_run(*args, "trainer.max_steps=10")
+    with_scaler(monkeypatch, overflow_at=[])
+    code, run = train_run(*args, "trainer.max_steps=20")
+    assert code == 0
+    state = folders.read_state(run / "checkpoints" / "latest")
+    assert state is not None and state["loss_scaler"]["scale"] == 1024
 
 
 def test_scaling_changes_no_bit_where_nothing_overflows(

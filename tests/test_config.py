@@ -120,6 +120,8 @@ REFUSED = [  # the override, and what the line must name
     ("runtime.compile=1", "runtime.compile=1 is none of"),
     ("schedule.decay_steps=-1", "schedule.decay_steps=-1 is negative"),
     ("trainer.log_every=-1", "trainer.log_every=-1 is negative"),
+    ("trainer.grad_clip=inf", "trainer.grad_clip=inf is no finite number"),
+    ("optimizer.weight_decay=nan", "optimizer.weight_decay=nan is no finite number"),
     ("run=a/b", "run='a/b'"),
     ("run=a b", "run='a b'"),
     ("hello", "settings are key=value"),
