@@ -124,8 +124,8 @@ def resolve(config: RuntimeConfig, local_rank: int = 0) -> Runtime:
         # cuBLAS reads this when it starts, so before the first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if config.deterministic != torch.are_deterministic_algorithms_enabled():
-        # Only where it changes: it imports torch's compiler, 1.3 s and 70 MB. A sweep's jobs share a
-        # process, so it may have to be switched off.
+        # Only where it changes: it imports torch's compiler, 1.3 s and 70 MB. A sweep's jobs share
+        # a process, so it may have to be switched off.
         torch.use_deterministic_algorithms(config.deterministic)
     if device.type == "cpu":
         keep_freed_memory()
