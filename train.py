@@ -10,13 +10,15 @@ from conf.cli import compose_and_run, joined, merge_overrides, run_of, stored_ov
 from conf.door import door
 from conf.schema import Config
 from gpt.ranks import find_ranks
+from gpt.stopping import held_back
 
 SWEEP = {"-m", "--multirun"}
 
 
 def train(config: Config, overrides: list[str]) -> int:
     """A whole run, or the rest of one. Returns the exit code."""
-    from conf.run import train  # torch is loaded here, after the settings were found good
+    with held_back():  # torch is loaded here, after the settings were found good
+        from conf.run import train
 
     return train(config, overrides)
 
@@ -30,8 +32,9 @@ def arguments(argv: list[str]) -> list[str]:
     given = merge_overrides(stored, [a for a in argv if not a.startswith("-")])
     init_from = next((a.partition("=")[2] for a in given if a.startswith("init_from=")), "")
     if init_from and init_from != "null" and not stored:
-        from gpt.checkpoint import shape_overrides
-        from gpt.folders import find_weights
+        with held_back():
+            from gpt.checkpoint import shape_overrides
+            from gpt.folders import find_weights
 
         given = merge_overrides(shape_overrides(find_weights(init_from, root)), given)
     return [a for a in argv if a.startswith("-")] + given

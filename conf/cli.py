@@ -25,7 +25,7 @@ from yaml import YAMLError
 
 from conf.door import RunError
 from conf.schema import GROUPS, Config, PathsConfig, register, to_config
-from gpt import folders
+from gpt import folders, stopping
 from gpt.config import TrainerConfig
 
 CONF = Path(__file__).parent
@@ -108,9 +108,11 @@ def _job(command: Callable[[Config, list[str]], int], config: Config, overrides:
     try:
         return command(config, overrides)
     except (ValueError, OSError, RunError) as e:
+        stopping.check()
         print(f"error: {config.run}: {' '.join(str(e).split())}", file=sys.stderr, flush=True)
         return 1 if isinstance(e, RunError) else 2
     except Exception:
+        stopping.check()
         traceback.print_exc()
         print(f"error: {config.run}: see the traceback above", file=sys.stderr, flush=True)
         return 1

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from data.say import speak_any_language
 from gpt.ranks import Ranks, find_ranks, leave
-from gpt.stopping import SIGNALS, Stopped, heeded, raise_stopped
+from gpt.stopping import SIGNALS, Stopped, heeded, raise_stopped, raised
 
 
 class RunError(RuntimeError):
@@ -45,30 +45,34 @@ def door(command: Callable[[list[str]], int], consequence: str) -> NoReturn:
         signal.signal(number, raise_stopped)
     try:
         code = command(sys.argv[1:])
-    except ValueError as e:
-        code = _fail(str(e), 2, ranks)
-    except RunError as e:
-        code = _fail(str(e), 1, ranks)
-    except BrokenPipeError:  # `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except OSError as e:
-        what = f"{e.filename or 'a file'}: {e.strerror or e}"
-        mend = "mend the path, its rights or the disk's room, and run this again"
-        code = _fail(f"{what}; {consequence}; {mend}", 2, ranks)
-    except KeyboardInterrupt as e:
-        number = e.number if isinstance(e, Stopped) else signal.SIGINT
+    except (Exception, KeyboardInterrupt) as e:
+        code = _say(e, consequence, ranks)
+    leave(ranks, code)
+
+
+def _say(e: BaseException, consequence: str, ranks: Ranks) -> int:
+    """Say what ended a command. Returns its exit code."""
+    if isinstance(e, KeyboardInterrupt) or raised():  # a signal can end in any error
+        number = e.number if isinstance(e, Stopped) else raised() or signal.SIGINT
         if ranks.is_main:
             print("stopped; what was saved is whole: the same command goes on", file=sys.stderr)
-        code = 128 + number
-    except Exception as e:
-        if ranks.world_size > 1 and "Connection" in str(e):
-            said = f"rank {ranks.rank} has lost another rank; see the error above"
-            code = _fail(said, 1, ranks, known=True)
-        else:
-            traceback.print_exc()
-            code = 1
-    leave(ranks, code)
+        return 128 + number
+    if isinstance(e, ValueError):
+        return _fail(str(e), 2, ranks)
+    if isinstance(e, RunError):
+        return _fail(str(e), 1, ranks)
+    if isinstance(e, BrokenPipeError):  # `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if isinstance(e, OSError):
+        what = f"{e.filename or 'a file'}: {e.strerror or e}"
+        mend = "mend the path, its rights or the disk's room, and run this again"
+        return _fail(f"{what}; {consequence}; {mend}", 2, ranks)
+    if ranks.world_size > 1 and "Connection" in str(e):
+        said = f"rank {ranks.rank} has lost another rank; see the error above"
+        return _fail(said, 1, ranks, known=True)
+    traceback.print_exception(e)
+    return 1
 
 
 def _fail(message: str, code: int, ranks: Ranks, known: bool = False) -> int:

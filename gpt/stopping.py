@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 from gpt.ranks import Ranks
@@ -20,6 +22,8 @@ SIGNALS = tuple(
 )
 ONE_WISH = 3.0  # seconds
 PATIENCE = 5.0  # that a step in flight gets to end
+
+_raised: list[int] = []
 
 
 class Stopped(KeyboardInterrupt):
@@ -46,7 +50,41 @@ def mute_after(number: int) -> None:
 
 def raise_stopped(number: int, frame: FrameType | None) -> None:
     mute_after(number)
+    _raised.append(number)
     raise Stopped(number)
+
+
+def raised() -> int | None:
+    """The signal that `raise_stopped` was called for: what it raised may have become another error,
+    or have been swallowed by whom it met."""
+    return _raised[0] if _raised else None
+
+
+def check() -> None:
+    """Raise Stopped anew, where it was swallowed."""
+    if _raised:
+        raise Stopped(_raised[0])
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Signals wait for the end of this; a second one doesn't. For imports: one that is cut short
+    can leave half a module, without an error."""
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            raise_stopped(number, frame)
+        held.append(number)
+
+    before = {n: signal.signal(n, hold) for n in heeded()}
+    try:
+        yield
+    finally:
+        for n, old in before.items():
+            signal.signal(n, old)
+    if held:
+        raise_stopped(held[0], None)
 
 
 class Stop:
@@ -58,8 +96,9 @@ class Stop:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.asked: int | None = None
-        self._asked_at = 0.0
+        self.asked = raised()
+        self._asked_at = time.monotonic()
+        self._raises = False
 
     def __enter__(self) -> Stop:
         self._before = {n: signal.signal(n, self._ask) for n in heeded()}
@@ -78,10 +117,27 @@ class Stop:
             return
         self.asked, self._asked_at = number, now
         mute_after(number)
+        if self._raises:
+            raise Stopped(number)
         if self.ranks.is_main:
             # Straight to the terminal: the console may be in the middle of a line, which a print
             # from here would make it write twice.
             os.write(2, b"\nstopping after this step (once more: at once, without saving)\n")
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A signal raises Stopped in here, on one process: where it takes long and nothing is new
+        that could be saved."""
+        if self.ranks.world_size > 1:
+            yield
+            return
+        if self.asked is not None:
+            raise Stopped(self.asked)
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
 
     def is_overdue(self) -> bool:
         """Whether a step has had its time since the signal. One process may drop it, and loses that

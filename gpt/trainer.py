@@ -30,7 +30,7 @@ from gpt.runtime import Runtime
 from gpt.saver import Saver
 from gpt.schedule import ScheduleConfig, lr_scale
 from gpt.spikes import Spikes
-from gpt.stopping import Stop, Watchdog
+from gpt.stopping import Stop, Stopped, Watchdog
 from gpt.tracker import Tracker
 
 
@@ -90,9 +90,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(
             machine.device.type, enabled=machine.dtype == torch.float16
         )
-        self.compile_may_fail = (
-            machine.compile and machine.config.compile == "auto" and ranks.world_size == 1
-        )
+        self.is_compiling = machine.compile  # until the first micro-batch is through
+        self.compile_may_fail = machine.config.compile == "auto" and ranks.world_size == 1
         self.saver = Saver(checkpoints, config.keep_last, eot, tokenizer, progress.step or None)
         self.judge = Judge(config, self.scaler.is_enabled(), progress.past_losses, ranks, tracker)
         self.stop = Stop(ranks)
@@ -195,20 +194,24 @@ class Trainer:
             self.scaler.scale(share).backward()
             return loss.detach()
 
-        if not self.compile_may_fail:
+        if not self.is_compiling:
             return attempt()
         try:
-            loss = attempt()
-            self.compile_may_fail = False
+            with self.stop.at_once():
+                loss = attempt()
+            self.is_compiling = False
             return loss
-        except Exception as e:
-            if not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                raise
+        except (Exception, Stopped) as e:
             if self.stop.asked is not None:  # Ctrl-C reached the compiler too: nothing is wrong
+                if self.ranks.world_size > 1:  # which won't agree on a step to save
+                    raise Stopped(self.stop.asked) from e
                 raise Interrupted from e
+            of_compiler = type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))
+            if not (of_compiler and self.compile_may_fail):
+                raise
             reason = str(e).strip().splitlines()[0]
             self.tracker.say(f"torch.compile failed on this machine ({reason}): running without")
-        self.compile_may_fail = False
+        self.is_compiling = False
         runtime.uncompile(self.loss_of)
         distributed.forget_gradients(self.module)
         return attempt()

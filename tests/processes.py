@@ -24,6 +24,7 @@ from conf.door import door
 from gpt import checkpoint
 from gpt.trainer import Trainer
 
+ROOT = Path(__file__).parent.parent
 STARTING, PREPARING, TRAINING, EVALUATING, SAVING = range(5)
 NAMES = ("starting", "preparing", "training", "evaluating", "saving")
 Hook = Callable[[], None]
@@ -147,3 +148,16 @@ def _tell(at: Any, first: int) -> None:
     wrap(Trainer, "update", TRAINING)
     wrap(Trainer, "evaluate", EVALUATING)
     checkpoint.write = wrap_save(checkpoint.write)
+
+
+def script(fault: str) -> str:
+    """train.py, after something in it was broken."""
+    return f"""
+import functools, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+from conf.door import door
+from tests import faults
+{fault}
+door(train.main, "the run can't go on without it")
+"""

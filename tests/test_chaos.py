@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from gpt import folders
 from gpt.tracker import read_metrics
 from tests import faults
-from tests.processes import EVALUATING, NAMES, PREPARING, SAVING, TRAINING, Run
+from tests.processes import EVALUATING, NAMES, PREPARING, SAVING, TRAINING, Run, script
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = [
@@ -339,18 +339,22 @@ def test_a_signal_while_torch_is_imported(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("compiles", "made", "number"),
+    [("true", "cpp", signal.SIGTERM), ("auto", "hpp", signal.SIGINT)],
+)
 def test_a_signal_while_the_first_step_is_compiled(
-    number: signal.Signals, tmp_path: Path, book: Path
+    compiles: str, made: str, number: signal.Signals, tmp_path: Path, book: Path
 ) -> None:
     """To the whole group, as Ctrl-C goes: the compiler's own processes get it too. A cold cache."""
-    cold = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    args = [*signalled(book, tmp_path / "root"), "runtime.compile=true"]
+    cold = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "cache")}
+    (tmp_path / "cache").mkdir()
+    args = [*signalled(book, tmp_path / "root"), f"runtime.compile={compiles}"]
     with start("train.py", *args, env=cold) as process:
         cache = tmp_path / "cache"
-        while not any(cache.rglob("*.cpp")):
+        while not any(cache.rglob(f"*.{made}")):
             assert process.poll() is None
-            time.sleep(0.01)
+            time.sleep(0.002)
         os.killpg(process.pid, number)
         code, text = end(process, 15)
     assert code == CODES[number], text
@@ -365,6 +369,48 @@ def test_a_signal_while_the_first_step_is_compiled(
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("then", ["raise ValueError('half')", "raise ImportError('half')"])
+def test_a_signal_that_became_another_error_is_a_signal(then: str) -> None:
+    """As where torch's C++ swallows it while NumPy is imported, and half of NumPy stays."""
+    command = f"""
+import os, signal
+from conf.door import door
+
+def command(argv):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except KeyboardInterrupt:
+        pass
+    {then}
+
+door(command, "nothing")
+"""
+    with start("-c", command) as process:
+        code, text = end(process, 15)
+    assert code == 143
+    assert text == "stopped; what was saved is whole: the same command goes on\n"
+
+
+def test_a_signal_waits_for_an_import() -> None:
+    command = """
+import os, signal
+from conf.door import door
+from gpt.stopping import held_back
+
+def command(argv):
+    with held_back():
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("imported", flush=True)
+    print("went on")
+
+door(command, "nothing")
+"""
+    with start("-c", command) as process:
+        code, text = end(process, 15)
+    assert code == 143
+    assert text == "imported\nstopped; what was saved is whole: the same command goes on\n"
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -395,19 +441,6 @@ def test_torchrun_hands_a_signal_on(
     assert folders.verify((tmp_path / "runs/r/checkpoints/latest").resolve())["step"] == 7
     assert Run(args, tmp_path / "out", ranks=2).codes() == [0, 0]
     assert_same_run(tmp_path / "runs" / "r", whole(2))
-
-
-def script(fault: str) -> str:
-    """train.py, after something in it was broken."""
-    return f"""
-import functools, sys
-sys.path.insert(0, {str(ROOT)!r})
-import train
-from conf.door import door
-from tests import faults
-{fault}
-door(train.main, "the run can't go on without it")
-"""
 
 
 # --- a rank that fails

@@ -21,6 +21,7 @@ from conf.cli import stored_overrides
 from conf.door import RunError
 from gpt import checkpoint, distributed, folders, trainer
 from gpt.tracker import read_metrics
+from tests.processes import script
 from tests.test_ranks import keep_gradients
 
 ROOT = Path(train.__file__).parent
@@ -659,16 +660,18 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, tiny_args:
 def test_a_step_of_hours_is_dropped_for_a_signal(tmp_path: Path, tiny_args: list[str]) -> None:
     """The step in flight gets five seconds; then what is saved is the step before."""
     args = [*tiny_args, f"paths.root={tmp_path}", "run=r", "trainer.batch_tokens=12800000"]
+    telling = tmp_path / "telling.py"
+    telling.write_text(script("faults.before_update(0, functools.partial(print, 'reached'))"))
     with subprocess.Popen(
-        [sys.executable, "train.py", *args, "trainer.eval_every=null"],
+        [sys.executable, "-u", str(telling), *args, "trainer.eval_every=null"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("run: r"):
-                time.sleep(2)  # into the first step, of which nothing is heard
+            if line.startswith("reached"):
+                time.sleep(1)  # into the first step, of which nothing is heard
                 process.send_signal(15)
                 break
         said = process.stdout.read()
