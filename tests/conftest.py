@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,3 +53,35 @@ def train_run(tmp_path: Path, tiny_args: list[str]) -> Callable[..., tuple[int, 
         return compose_and_run(train, arguments(argv)), tmp_path / "runs" / name
 
     return run
+
+
+@pytest.fixture(scope="session")
+def trained_once(
+    tmp_path_factory: pytest.TempPathFactory, tiny_args: list[str]
+) -> Callable[..., Path]:
+    """trained_once(*overrides) -> a root in which run r has ended well. To be copied, not used."""
+    from conf.cli import compose_and_run
+    from train import arguments, train
+
+    made: dict[tuple[str, ...], Path] = {}
+
+    def run(*overrides: str) -> Path:
+        if overrides not in made:
+            made[overrides] = tmp_path_factory.mktemp("trained")
+            argv = [f"paths.root={made[overrides]}", "run=r", *tiny_args, *overrides]
+            assert compose_and_run(train, arguments(argv)) == 0
+        return made[overrides]
+
+    return run
+
+
+@pytest.fixture
+def trained(tmp_path: Path, trained_once: Callable[..., Path]) -> Callable[..., Path]:
+    """trained(*overrides) -> what train_run leaves under tmp_path, at the cost of a copy: for tests
+    of what comes after the run."""
+
+    def copy(*overrides: str) -> Path:
+        shutil.copytree(trained_once(*overrides), tmp_path, symlinks=True, dirs_exist_ok=True)
+        return tmp_path / "runs" / "r"
+
+    return copy

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer of every run would import it: 2 s
 
 import conf.run
 import train
@@ -29,8 +30,8 @@ STARTING, PREPARING, TRAINING, EVALUATING, SAVING = range(5)
 NAMES = ("starting", "preparing", "training", "evaluating", "saving")
 Hook = Callable[[], None]
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.processes"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.processes"])
 
 
 class Run:
@@ -40,7 +41,7 @@ class Run:
         self.out = out
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text("")
-        self._at = _context.Array("i", [0] * 5 * ranks, lock=False)
+        self._at = context.Array("i", [0] * 5 * ranks, lock=False)
         port = free_port()
         self.processes: list[BaseProcess] = []
         for rank in range(ranks):
@@ -49,7 +50,7 @@ class Run:
                 env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
                 env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             at = (self._at, 5 * rank)
-            process = _context.Process(target=_work, args=(args, str(out), env, at, hook))
+            process = context.Process(target=_work, args=(args, str(out), env, at, hook))
             process.start()
             self.processes.append(process)
 

@@ -20,6 +20,8 @@ from gpt.tracker import Tracker, TrackerConfig, WandbMode, read_metrics
 
 ROOT = Path(__file__).parent.parent
 TrainRun = Callable[..., tuple[int, Path]]
+Trained = Callable[..., Path]
+SHORT = ("trainer.max_steps=2", "trainer.eval_every=null")
 
 
 class Canary:
@@ -50,10 +52,12 @@ CHECKPOINT_FILES = [
 
 @pytest.mark.parametrize("name", CHECKPOINT_FILES)
 @pytest.mark.parametrize("trusted", [True, False])
-def test_a_pickle_never_runs(name: str, trusted: bool, train_run: TrainRun, tmp_path: Path) -> None:
+def test_a_pickle_never_runs(
+    name: str, trusted: bool, trained: Trained, train_run: TrainRun, tmp_path: Path
+) -> None:
     """In the place of any file of a checkpoint; `trusted`: whoever planted it has changed the
     sums in state.json as well, or taken it away."""
-    _, run = train_run("trainer.max_steps=2", "trainer.eval_every=null")
+    run = trained(*SHORT)
     folder = (run / "checkpoints" / "latest").resolve()
     canary = tmp_path / "canary"
     (folder / name).write_bytes(pickle.dumps(Canary(canary)))
@@ -83,10 +87,10 @@ def test_a_pickle_never_runs(name: str, trusted: bool, train_run: TrainRun, tmp_
 @pytest.mark.parametrize("name", ["overrides.yaml", "config.yaml", "metrics.jsonl", "train.log"])
 @pytest.mark.parametrize("kind", ["pickle", "yaml"])
 def test_a_runs_own_files_never_run(
-    name: str, kind: str, train_run: TrainRun, tmp_path: Path
+    name: str, kind: str, trained: Trained, train_run: TrainRun, tmp_path: Path
 ) -> None:
     """A pickle, and YAML that asks for a call."""
-    _, run = train_run("trainer.max_steps=2", "trainer.eval_every=null")
+    run = trained(*SHORT)
     canary = tmp_path / "canary"
     yaml = f"- !!python/object/apply:os.mkdir [{str(canary)!r}]\n".encode()
     (run / name).write_bytes(pickle.dumps(Canary(canary)) if kind == "pickle" else yaml)
@@ -100,9 +104,9 @@ def test_a_runs_own_files_never_run(
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret"])
-def test_a_sum_of_a_file_outside_is_refused(name: str, train_run: TrainRun, tmp_path: Path) -> None:
+def test_a_sum_of_a_file_outside_is_refused(name: str, trained: Trained, tmp_path: Path) -> None:
     """state.json: whoever may write it learns nothing about other files."""
-    _, run = train_run("trainer.max_steps=2", "trainer.eval_every=null")
+    run = trained(*SHORT)
     folder = (run / "checkpoints" / "latest").resolve()
     state = folders.read_state(folder)
     assert state is not None
@@ -112,9 +116,9 @@ def test_a_sum_of_a_file_outside_is_refused(name: str, train_run: TrainRun, tmp_
         folders.verify(folder)
 
 
-def test_an_index_reaches_no_file_outside(train_run: TrainRun, tmp_path: Path) -> None:
+def test_an_index_reaches_no_file_outside(trained: Trained, tmp_path: Path) -> None:
     """model.safetensors.index.json: a part is looked for in the folder, whatever its path says."""
-    _, run = train_run("trainer.max_steps=2", "trainer.eval_every=null")
+    run = trained(*SHORT)
     folder = (run / "checkpoints" / "latest").resolve()
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -149,8 +153,10 @@ def test_a_runs_name_is_a_name(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_best_step_that_is_no_number_links_nowhere(train_run: TrainRun, tmp_path: Path) -> None:
-    _, run = train_run("trainer.max_steps=2", "trainer.eval_every=null")
+def test_a_best_step_that_is_no_number_links_nowhere(
+    trained: Trained, train_run: TrainRun, tmp_path: Path
+) -> None:
+    run = trained(*SHORT)
     checkpoints = run / "checkpoints"
     state = folders.read_state(checkpoints / "latest")
     assert state is not None
@@ -195,9 +201,9 @@ def test_a_log_line_is_one_line(tmp_path: Path) -> None:
     assert acting((tmp_path / "train.log").read_text(encoding="utf-8")) == []
 
 
-def test_a_prompt_with_escapes_does_not_act(train_run: TrainRun, tmp_path: Path) -> None:
+def test_a_prompt_with_escapes_does_not_act(trained: Trained, tmp_path: Path) -> None:
     """sample.py writes its text for people where there is a terminal; to a file, as it is."""
-    _, run = train_run("trainer.max_steps=2", "trainer.eval_every=null")
+    run = trained(*SHORT)
     done = subprocess.run(
         [
             "script",

@@ -26,6 +26,7 @@ from tests.test_ranks import keep_gradients
 
 ROOT = Path(train.__file__).parent
 TrainRun = Callable[..., tuple[int, Path]]
+Trained = Callable[..., Path]
 DROPOUT = [f"model.{name}_dropout=0.1" for name in ("embd", "attn", "resid")]
 
 
@@ -82,14 +83,13 @@ def test_the_walk_leaves_what_the_contract_names(train_run: TrainRun) -> None:
     assert {"model.safetensors", "config.json", "vocab.json"} <= set(state["files"])
 
 
-def test_a_finished_run_opens_in_transformers(train_run: TrainRun) -> None:
+def test_a_finished_run_opens_in_transformers(finished: Path) -> None:
     """The folder as it is: same logits, same ids."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from data.tokenizer import load_tokenizer
 
-    _, run = train_run()
-    folder = run / "checkpoints" / "latest"
+    folder = finished / "checkpoints" / "latest"
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
     ours = checkpoint.load_model(folder)
     text = "Fellow-citizens of the Senate — 1815"
@@ -165,9 +165,8 @@ def test_a_vocabulary_beyond_the_tokenizers(
     assert len(capsys.readouterr().out) > 20
 
 
-def test_no_validation_no_best(train_run: TrainRun) -> None:
-    code, run = train_run("trainer.eval_every=null")
-    assert code == 0
+def test_no_validation_no_best(trained: Trained) -> None:
+    run = trained("trainer.eval_every=null")
     assert not (run / "checkpoints" / "best").exists()
     assert all("val/loss" not in row for row in read_metrics(run))
 
@@ -188,16 +187,9 @@ def test_data_for_three_steps_lasts_for_fifty(train_run: TrainRun, tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def straight(
-    tmp_path_factory: pytest.TempPathFactory, tiny_args: list[str]
-) -> dict[str, torch.Tensor]:
+def straight(trained_once: Trained) -> dict[str, torch.Tensor]:
     """20 steps in one go with dropout 0.1 everywhere, evaluation and saving off."""
-    from conf.cli import compose_and_run
-
-    root = tmp_path_factory.mktemp("straight")
-    argv = [f"paths.root={root}", "run=s", *tiny_args, *DROPOUT, "trainer.eval_every=null"]
-    assert compose_and_run(train.train, train.arguments(argv)) == 0
-    return weights(root / "runs" / "s")
+    return weights(trained_once(*DROPOUT, "trainer.eval_every=null") / "runs" / "r")
 
 
 @pytest.mark.parametrize("kills", [(10,), (5, 10), (7,)])
@@ -223,9 +215,9 @@ def test_resuming_gives_the_same_bits(
     assert steps == sorted(set(steps)) and steps[-1] == 20  # each step once
 
 
-def test_dropout_was_on(straight: dict[str, torch.Tensor], train_run: TrainRun) -> None:
+def test_dropout_was_on(straight: dict[str, torch.Tensor], trained: Trained) -> None:
     """Else the comparison above would hold for the wrong reason."""
-    _, run = train_run("trainer.eval_every=null")
+    run = trained("trainer.eval_every=null")
     name = "transformer.wte.weight"
     assert not torch.equal(weights(run)[name], straight[name])
 
@@ -293,10 +285,9 @@ def test_a_run_resumed_over_epochs_sees_every_window(
 
 
 def test_a_longer_run_says_how_the_rate_changes(
-    train_run: TrainRun, capsys: pytest.CaptureFixture[str]
+    train_run: TrainRun, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing left to do, then twice as long: the old and the new rate are printed."""
-    train_run()
     assert train_run()[0] == 0
     assert "nothing left to do" in capsys.readouterr().out
     code, run = train_run("trainer.max_steps=40")
@@ -369,8 +360,8 @@ def test_memory_that_runs_out_is_one_line(
 
 
 @pytest.fixture
-def finished(train_run: TrainRun) -> Path:
-    return train_run()[1]
+def finished(trained: Trained) -> Path:
+    return trained()
 
 
 @pytest.mark.parametrize(
@@ -426,9 +417,11 @@ def test_the_same_data_at_another_path_is_no_other_data(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training/optimizer.safetensors"])
 @pytest.mark.parametrize("harm", ["empty", "half", "flip", "gone"])
-def test_a_damaged_checkpoint_is_named(train_run: TrainRun, name: str, harm: str) -> None:
+def test_a_damaged_checkpoint_is_named(
+    trained: Trained, train_run: TrainRun, name: str, harm: str
+) -> None:
     """Truncated to nothing or a half, one byte flipped, or gone: named, nothing loaded."""
-    _, run = train_run("trainer.eval_every=null")  # one checkpoint: none to fall back to
+    run = trained("trainer.eval_every=null")  # one checkpoint: none to fall back to
     damage((run / "checkpoints" / "latest").resolve() / name, harm)
     with pytest.raises(ValueError, match="truncated or altered") as caught:
         train_run("trainer.max_steps=40")

@@ -1,7 +1,6 @@
 """FSDP on three ranks, of which hardly a tensor is a multiple: what each holds, what comes back,
 gradients and their norm; against one process. Curves and checkpoints: tests/test_ranks.py."""
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from gpt.model import GPT
 from gpt.optimizer import build_optimizer
 from gpt.ranks import Ranks
 from gpt.runtime import Runtime
+from tests.processes import context
 
 N = 3
 ADAMW = AdamWConfig(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -92,7 +92,6 @@ def work(rank: int, folder: str) -> None:
 
 
 def run(target: object, folder: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=target, args=(rank, str(folder))) for rank in range(N)]
     for process in processes:
         process.start()
@@ -223,7 +222,6 @@ def test_bfloat16_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_bfloat16_on_a_gpu(tmp_path: Path) -> None:
     """A block's weights are gathered in bfloat16; its input and the embedding are float32."""
-    context = multiprocessing.get_context("forkserver")
     process = context.Process(target=work_in_bfloat16, args=(0, str(tmp_path), "cuda:0"))
     process.start()
     process.join(120)

@@ -107,8 +107,10 @@ def test_a_config_that_does_not_resume(
     assert "exp_avg.wpe.weight: up to" in out or "transformer." in out
 
 
-def test_differences_are_named_with_their_distance(train_run: TrainRun, tmp_path: Path) -> None:
-    _, run = train_run("trainer.max_steps=2", "trainer.eval_every=null")
+def test_differences_are_named_with_their_distance(
+    trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = trained("trainer.max_steps=2", "trainer.eval_every=null")
     a = (run / "checkpoints" / "latest").resolve()
     b = tmp_path / "b"
     (b / "training").mkdir(parents=True)
