@@ -56,6 +56,7 @@ def build(job: Job) -> Manifest:
         progress = Progress(request=digest, plan="tail" if why else "documents", why_tail=why)
         _empty(job.building)
     else:
+        source.commit = progress.commit  # the ref may have moved: documents of two would mix
         log(f"data: going on after {_say_amount(progress)}")
     progress = _encode_all(job, source, progress)
     if config.part is None and progress.plan == "documents":
@@ -156,6 +157,7 @@ def _encode_all(job: Job, source: Source, progress: Progress) -> Progress:
             for name, ids in encoded.ids.items():
                 writers[name].append(ids)
             progress.add(encoded)
+            progress.commit = source.commit
             now = time.monotonic()
             if now - saved > _SAVE_SECONDS:
                 progress.save(job.progress, writers)

@@ -20,13 +20,15 @@ def _zeros() -> dict[str, int]:
 class Progress:
     """Counts of everything up to `position`, and the state of the shards that hold it.
 
-    `request` (a hash of it) and `plan` (documents, or tail) say of which preparation. `cut` is the
-    token where the validation tail begins, once it is known, and `val_shards` hold it.
+    `request` (a hash of it) and `plan` (documents, or tail) say of which preparation. `commit` is
+    what of the hub it was begun with, where the hub told. `cut` is the token where the validation
+    tail begins, once it is known, and `val_shards` hold it.
     """
 
     request: str
     plan: str
     why_tail: str = ""
+    commit: str | None = None
     position: tuple[int, int] = (0, 0)
     documents: dict[str, int] = field(default_factory=_zeros)
     bytes: dict[str, int] = field(default_factory=_zeros)

@@ -171,7 +171,8 @@ class Source:
     """The documents of one configuration, in an order of their own that never changes.
 
     `units` is how many units (files, blocks of rows) there are, None where that is unknown;
-    `identity` is what makes two sources the same. `commit`: what was read of the hub, once it was.
+    `identity` is what makes two sources the same. `commit`: what is read of the hub; set from
+    without, or what the ref stood for when it was opened.
     """
 
     units: int | None
@@ -246,7 +247,7 @@ class HFSource(Source):
 
     def _open(self) -> Any:
         if self._data is None:
-            self.commit = _commit(self.config)
+            self.commit = self.commit or _commit(self.config)
             self._data = _load_hf(self.config, self.commit or self.config.revision)
         return self._data
 
@@ -364,7 +365,9 @@ def _load_hf(config: HFConfig, revision: str | None) -> Any:
         raise
     except Exception as e:  # the library raises a dozen kinds of its own
         reason = " ".join(str(e).split())
+        at = f", revision {revision}" if revision else ""
         raise ValueError(
-            f"the data set {config.name} (split {config.split}) cannot be opened ({reason}); "
-            "there is no text; check data.name, data.config, data.split and the network"
+            f"the data set {config.name} (split {config.split}{at}) cannot be opened ({reason}); "
+            "there is no text; check data.name, data.config, data.split, data.revision and the "
+            "network"
         ) from e

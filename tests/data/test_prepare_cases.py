@@ -11,6 +11,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 
+from data import build, encode
 from data.prepare import main, prepare, standing
 from data.shards import load_manifest
 from data.sources import HFConfig
@@ -179,8 +180,6 @@ def test_data_sets_of_the_library_are_read(tmp_path, log, kind, streaming):
 @pytest.mark.parametrize("stop", [1, 3, 11, 12])
 def test_a_data_set_is_gone_on_with_where_it_was(tmp_path, log, monkeypatch, streaming, stop):
     """Documents keep the data set's order, streaming or not: nothing shuffled can be lost."""
-    from data import build, encode
-
     texts = [f"item {i}" for i in range(12)]
     folder = tmp_path / "set"
     folder.mkdir()
@@ -238,6 +237,44 @@ def test_the_commit_read_of_the_hub_is_kept_and_never_taken_for_a_change(
     other = prepare(config, tmp_path / "other", log)  # offline, from the library's cache
     assert "commit" not in load_manifest(other).request["source"]
     assert read[1:] == ["main"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_killed_preparation_goes_on_with_the_commit_it_began_with(
+    tmp_path, log, monkeypatch, streaming
+):
+    """The ref moves on in between, to the same documents in another order."""
+    commits = {"a" * 40: [f"document {i}" for i in range(100)]}
+    commits["b" * 40] = commits["a" * 40][::-1]
+    hub, read = iter(commits), []
+
+    def load_dataset(name, config, split, revision, streaming):
+        read.append(revision)
+        data = datasets.Dataset.from_dict({"text": commits[revision]})
+        return data.to_iterable_dataset() if streaming else data
+
+    answer = lambda *_, **__: SimpleNamespace(sha=next(hub))  # noqa: E731
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", answer)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(encode, "_BATCH_CHARS", 100)
+    monkeypatch.setattr(build, "_SAVE_SECONDS", 0.0)
+    settings = {"streaming": streaming, "tokenizer": "byte", "val_fraction": 0.0, "num_proc": 1}
+    config = hf_config("org/set", **settings)
+    real = build.Progress.save
+
+    def save(self, *args):
+        real(self, *args)
+        if self.documents["train"] > 50:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build.Progress, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, tmp_path, log)
+    folder = prepare(config, tmp_path, log)
+    assert training_texts(folder) == commits["a" * 40]
+    assert load_manifest(folder).request["source"]["commit"] == "a" * 40
+    assert read == ["a" * 40] * 2
 
 
 def test_a_data_set_that_is_not_there_is_one_line(tmp_path, log):
