@@ -153,6 +153,11 @@ def say_and_sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def wait_for(path: str) -> None:
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
 def lose_shards(on_rank: int) -> None:
     """This rank alone can't see the training shards."""
     if rank() != on_rank:

@@ -81,63 +81,83 @@ def test_a_spike_is_logged_or_skipped(what: str, tmp_path: Path, book: Path) -> 
     assert by_step[60].get("skipped") == (None if what == "log" else 1)
 
 
+ONE_SPIKE = partial(faults.scale_loss, 10.0, [45], None, True)
+
+
+@pytest.fixture(scope="module")
+def rolled_back(
+    tmp_path_factory: pytest.TempPathFactory, book: Path
+) -> Callable[[int, str], tuple[Path, str]]:
+    """rolled_back(ranks, parallel) -> a run with a spike at step 46 that went back to 40 and was
+    not disturbed, made once, and what it said."""
+    made: dict[tuple[int, str], tuple[Path, str]] = {}
+
+    def make(ranks: int, parallel: str) -> tuple[Path, str]:
+        if (ranks, parallel) not in made:
+            root = tmp_path_factory.mktemp("rolled_back")
+            more = ["trainer.on_spike=rollback", f"runtime.parallel={parallel}"]
+            run = Run(arguments(book, root, *more), root / "out", ranks, ONE_SPIKE)
+            assert run.codes() == [0] * ranks, run.text()
+            made[ranks, parallel] = root / "runs" / "r", run.text()
+        return made[ranks, parallel]
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [(1, "ddp"), *(pytest.param(2, how, marks=pytest.mark.slow) for how in ("ddp", "fsdp"))],
 )
 def test_a_rollback_leaves_the_windows_out_also_after_a_kill(
-    ranks: int, parallel: str, tmp_path: Path, book: Path
+    ranks: int,
+    parallel: str,
+    tmp_path: Path,
+    book: Path,
+    rolled_back: Callable[[int, str], tuple[Path, str]],
 ) -> None:
     """A spike at step 46: back to 40, and on with the windows after it. Killed at 44 on the second
     try, and at 53, after a save: the bits of the run that was not killed."""
-    spike = partial(faults.scale_loss, 10.0, [45], None, True)
-    more = ["trainer.on_spike=rollback", f"runtime.parallel={parallel}"]
-    args = arguments(book, tmp_path / "whole", *more)
-    whole = Run(args, tmp_path / "out", ranks, spike)
-    assert whole.codes() == [0] * ranks, whole.text()
-    assert whole.text().count("back to step 40, leaving out the windows of the 6 steps") == 1
-    state = folders.read_state(tmp_path / "whole/runs/r/checkpoints/latest")
+    whole, said = rolled_back(ranks, parallel)
+    assert said.count("back to step 40, leaving out the windows of the 6 steps") == 1
+    state = folders.read_state(whole / "checkpoints" / "latest")
     assert state is not None and state["left_out"] == [[40, 48]]  # 6 steps of 8 windows
-    logged = rows(tmp_path / "whole" / "runs" / "r")
-    assert [row["step"] for row in logged] == list(range(1, 61))
+    assert [row["step"] for row in rows(whole)] == list(range(1, 61))
 
+    more = ["trainer.on_spike=rollback", f"runtime.parallel={parallel}"]
     args = arguments(book, tmp_path / "killed", *more)
     for step in (43, 52):
         dead = partial(faults.before_update, step, faults.die, after_rollback=True)
-        run = Run(args, tmp_path / "out", ranks, partial(faults.all_of, spike, dead))
+        run = Run(args, tmp_path / "out", ranks, partial(faults.all_of, ONE_SPIKE, dead))
         assert run.codes() == [-9] * ranks, run.text()
-    last = Run(args, tmp_path / "out", ranks, spike)
+    last = Run(args, tmp_path / "out", ranks, ONE_SPIKE)
     assert last.codes() == [0] * ranks, last.text()
-    assert_same_run(tmp_path / "killed" / "runs" / "r", tmp_path / "whole" / "runs" / "r")
+    assert_same_run(tmp_path / "killed" / "runs" / "r", whole)
 
 
 @pytest.mark.slow
 def test_where_a_rollback_goes_is_planned(tmp_path: Path, book: Path) -> None:
     """A signal at step 43, or the clock, saves one more checkpoint; a spike at 46 goes back to 40
     all the same, and the end is that of the run without signal."""
-    spike = partial(faults.scale_loss, 10.0, [45], None, True)
     more = ["trainer.on_spike=rollback", "trainer.keep_last=1"]
     whole = arguments(book, tmp_path / "whole", *more)
-    assert Run(whole, tmp_path / "out", hook=spike).codes() == [0]
+    assert Run(whole, tmp_path / "out", hook=ONE_SPIKE).codes() == [0]
     args = arguments(book, tmp_path / "a", *more)
     stop = partial(faults.before_update, 42, faults.interrupt)
-    run = Run(args, tmp_path / "out", hook=partial(faults.all_of, spike, stop))
+    run = Run(args, tmp_path / "out", hook=partial(faults.all_of, ONE_SPIKE, stop))
     assert run.codes() == [130] and "saved at step 43" in run.text(), run.text()
-    run = Run(args, tmp_path / "out", hook=spike)
+    run = Run(args, tmp_path / "out", hook=ONE_SPIKE)
     assert run.codes() == [0] and "back to step 40" in run.text(), run.text()
     assert_same_run(tmp_path / "a" / "runs" / "r", tmp_path / "whole" / "runs" / "r")
 
 
-def test_a_rollback_reads_other_windows(tmp_path: Path, book: Path) -> None:
+def test_a_rollback_reads_other_windows(
+    tmp_path: Path, book: Path, rolled_back: Callable[[int, str], tuple[Path, str]]
+) -> None:
     """Steps 41 to 60 of a run that went back by 6 steps are steps 47 to 66 of the data: with the
     rate constant and no dropout, step 41's loss is that of the weights after 40 on step 47's
     windows, which a run without any spike never sees at that place."""
-    spike = partial(faults.scale_loss, 10.0, [45], None, True)
-    args = arguments(book, tmp_path / "a", "trainer.on_spike=rollback")
-    assert Run(args, tmp_path / "out", hook=spike).codes() == [0]
-    plain = arguments(book, tmp_path / "b")
-    assert Run(plain, tmp_path / "out").codes() == [0]
-    a, b = (rows(tmp_path / name / "runs" / "r") for name in "ab")
+    assert Run(arguments(book, tmp_path), tmp_path / "out").codes() == [0]
+    a, b = rows(rolled_back(1, "ddp")[0]), rows(tmp_path / "runs" / "r")
     assert a[:40] == b[:40]
     assert a[40]["train/loss"] != b[40]["train/loss"]
 

@@ -78,6 +78,7 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
     for i in range(40):  # so that preparing takes a while
         (text / f"{i}.txt").write_bytes(book.read_bytes())
     args = [*SETTINGS, f"data.path={text}", "run=r", f"trainer.max_steps={20 * kills}"]
+    args += ["trainer.eval_tokens=1024"]
     whole = Run([*args, f"paths.root={tmp_path / 'whole'}"], tmp_path / "whole.txt", ranks)
     assert whole.codes() == [0] * ranks, whole.text()
 
@@ -91,7 +92,7 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(
         steps = 0 if aim == PREPARING else draw.randint(1, 20)
         there = run.wait_until(lambda r: r.steps >= steps and aim in r.phases())  # noqa: B023
         assert there, f"kill {n} found it over:\n{run.text()}"
-        time.sleep(draw.uniform(0, 0.1 if aim == PREPARING else 0.01))
+        time.sleep(draw.uniform(0, 0.03 if aim == PREPARING else 0.01))
         victims = [draw.randrange(ranks)] if draw.random() < 0.5 else list(range(ranks))
         at = run.phases()
         run.send(signal.SIGKILL, *victims)
@@ -150,6 +151,7 @@ def test_a_kill_at_the_calls_of_a_save(anew: bool, tmp_path: Path, book: Path) -
     step again, since the checkpoint there was damaged."""
     args = [*SETTINGS, f"data.path={book}", "run=r", f"trainer.max_steps={10 if anew else 8}"]
     args += ["trainer.eval_every=2", "trainer.save_every=2", f"trainer.keep_last={2 + anew}"]
+    args += ["trainer.eval_tokens=512"]
     whole, log = tmp_path / "whole", tmp_path / "calls"
 
     def run_in(root: Path, n: int, to: Path = Path(os.devnull)) -> Run:
@@ -222,10 +224,20 @@ def signalled(book: Path, root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "number",
-    [n if n == signal.SIGTERM else pytest.param(n, marks=pytest.mark.slow) for n in CODES],
+    ("phase", "number"),
+    [
+        *((phase, signal.SIGTERM) for phase in (PREPARING, TRAINING, EVALUATING, SAVING)),
+        *(  # the same handlers take them all
+            pytest.param(phase, number, marks=pytest.mark.slow)
+            for phase, number in [
+                (PREPARING, signal.SIGHUP),
+                (TRAINING, signal.SIGUSR1),
+                (EVALUATING, signal.SIGINT),
+                (SAVING, signal.SIGHUP),
+            ]
+        ),
+    ],
 )
-@pytest.mark.parametrize("phase", [PREPARING, TRAINING, EVALUATING, SAVING])
 def test_a_signal_saves_and_the_rest_is_the_same(
     phase: int, number: signal.Signals, tmp_path: Path, book: Path, whole: Callable[[int], Path]
 ) -> None:
@@ -319,8 +331,17 @@ def end(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize(
+    ("delay", "number"),
+    [
+        (0.0, signal.SIGINT),
+        (0.0, signal.SIGTERM),
+        (0.1, signal.SIGUSR1),
+        (0.1, signal.SIGINT),
+        (0.4, signal.SIGHUP),
+        (0.4, signal.SIGTERM),
+    ],
+)
 def test_a_signal_while_torch_is_imported(
     delay: float, number: signal.Signals, tmp_path: Path, book: Path
 ) -> None:
@@ -489,12 +510,25 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path: Path, book: Path) -> None:
 # --- checkpoints that are not what they were
 
 
-@pytest.fixture
-def two_checkpoints(tmp_path: Path, book: Path) -> tuple[Path, list[str]]:
-    """A run's checkpoints of steps 10 and 20, and the settings to go on to 40."""
-    args = [*signalled(book, tmp_path / "root"), "trainer.eval_every=10", "schedule=constant"]
-    run = Run([*args, "trainer.max_steps=20"], tmp_path / "out")
+def to_go_on(book: Path, root: Path) -> list[str]:
+    """A run with checkpoints of steps 10 and 20, and on to 24."""
+    args = [*SETTINGS, f"data.path={book}", f"paths.root={root}", "run=r", "trainer.max_steps=24"]
+    return [*args, "trainer.eval_every=10", "trainer.eval_tokens=512", "schedule=constant"]
+
+
+@pytest.fixture(scope="module")
+def stopped_at_20(tmp_path_factory: pytest.TempPathFactory, book: Path) -> Path:
+    root = tmp_path_factory.mktemp("stopped") / "root"
+    run = Run([*to_go_on(book, root), "trainer.max_steps=20"], root.parent / "out")
     assert run.codes() == [0], run.text()
+    return root
+
+
+@pytest.fixture
+def two_checkpoints(tmp_path: Path, book: Path, stopped_at_20: Path) -> tuple[Path, list[str]]:
+    """A copy of a run's checkpoints of steps 10 and 20, and the settings to go on to 24."""
+    shutil.copytree(stopped_at_20, tmp_path / "root", symlinks=True)
+    args = to_go_on(book, tmp_path / "root")
     return tmp_path / "root" / "runs" / "r" / "checkpoints", args
 
 
@@ -563,11 +597,12 @@ def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path, book: Path) -
     """The second is refused in one line, whether the first has begun or begins at the same time;
     the first goes on."""
     args = signalled(book, tmp_path)
-    slow = partial(faults.before_update, 15, partial(faults.say_and_sleep, 3))
-    first = Run(args, tmp_path / "first", hook=slow)
+    waits = partial(faults.before_update, 15, partial(faults.wait_for, str(tmp_path / "go on")))
+    first = Run(args, tmp_path / "first", hook=waits)
     first.wait_until(lambda r: r.steps == 16)
     second = Run(args, tmp_path / "second")
     assert second.codes() == [2]
+    (tmp_path / "go on").touch()
     assert second.text().startswith("error: run r is being trained by another process")
     assert second.text().count("\n") == 1
     assert first.codes() == [0], first.text()
@@ -604,6 +639,7 @@ def test_nothing_depends_on_the_clock(
     assert run.codes() == [0], run.text()
     assert_same_run(tmp_path / "runs" / "r", whole(1))
     unnamed = [a for a in args if not a.startswith("run=")]
+    unnamed += ["trainer.max_steps=1", "schedule.warmup_steps=0"]
     for _ in range(2):
         run = Run(unnamed, tmp_path / "out", hook=faults.turn_the_clock_back)
         assert run.codes() == [0], run.text()

@@ -1,5 +1,6 @@
 """The config: what ships composes, sizes are the published ones, mistakes get one line."""
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,7 @@ PUBLISHED = {
 }
 
 
+@functools.cache
 def composed(*overrides: str) -> DictConfig:
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):

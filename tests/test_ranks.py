@@ -133,7 +133,7 @@ def test_two_ranks_learn_what_one_learns(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4, -2, -4])
+@pytest.mark.parametrize("ranks", [4, -2, -4])  # 2: test_chaos.py
 def test_an_interrupted_run_ends_with_the_same_bits(
     world: World, straight: Callable[[int], Path], ranks: int, book: Path
 ) -> None:
@@ -159,10 +159,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parts",
-    [[(4, 15), (1, 30), (2, 50)], [(-2, 20), (1, 35), (2, 50)], [(1, 20), (-4, 35), (-2, 50)]],
-)
+@pytest.mark.parametrize("parts", [[(4, 15), (1, 30), (-2, 50)], [(-4, 20), (2, 35), (1, 50)]])
 def test_a_run_may_change_its_ranks_at_any_resume(
     world: World, straight: Callable[[int], Path], parts: list[tuple[int, int]]
 ) -> None:
@@ -299,7 +296,8 @@ def test_compiled_ranks_have_the_gradients_of_one(
     settings = [*no_dropout, "trainer.max_steps=1", f"runtime.parallel={parallel}"]
     of_two, of_one = tmp_path / "two", tmp_path / "one"
     hooks = [partial(keep_gradients, str(out)) for out in (of_one, of_two)]
-    world(1, f"union_{parallel}", *settings, "trainer.micro_batch_size=8", hook=hooks[0])
+    args = [*settings, "trainer.micro_batch_size=8"]
+    alone, _ = world(1, f"union_{parallel}", *args, hook=hooks[0])
     settings += ["runtime.compile=true"]
     run, _ = world(2, f"compiled_{parallel}", *settings, hook=hooks[1])
     one = load_file(f"{of_one}.0")
@@ -313,9 +311,8 @@ def test_compiled_ranks_have_the_gradients_of_one(
     with safe_open(f"{of_two}.0", "pt") as file:
         wrapper = DistributedDataParallel.__name__ if parallel == "ddp" else "FSDPNextTokenLoss"
         assert file.metadata()["how"] == f"{wrapper} of compiled blocks"
-    plain = load_file(world(1, f"again_{parallel}", *settings[:-1])[0] / SAVED)
     assert {k: v.shape for k, v in load_file(run / SAVED).items()} == {
-        k: v.shape for k, v in plain.items()
+        k: v.shape for k, v in load_file(alone / SAVED).items()
     }
 
 
@@ -323,30 +320,34 @@ SAVED = Path("checkpoints") / "latest" / folders.WEIGHTS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_what_wrapped_runs_save_loads_everywhere(world: World, book: Path, parallel: str) -> None:
-    """The names in the file are those of transformers, without a wrapper's prefix; the run
-    goes on plain and compiled, and is sampled from."""
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "compiled"),
+    [
+        (1, "ddp", True),
+        (2, "ddp", False),
+        (2, "ddp", True),
+        (2, "fsdp", False),
+        (2, "fsdp", True),
+    ],
+)
+def test_what_wrapped_runs_save_loads_everywhere(
+    world: World, ranks: int, parallel: str, compiled: bool
+) -> None:
+    """The names in the file are those of transformers, without a wrapper's prefix; the run goes on
+    alone, compiled if it was plain and plain if it was compiled, and is sampled from."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    made, n = [], 0
-    for ranks, compiled in ((1, False), (1, True), (2, False), (2, True)):
-        settings = ["trainer.max_steps=2", f"runtime.compile={compiled}"]
-        settings += [f"runtime.parallel={parallel}"]
-        made.append(world(ranks, f"saved_{parallel}_{ranks}_{compiled}", *settings)[0])
+    name = f"saved_{ranks}_{parallel}_{compiled}"
+    settings = ["trainer.max_steps=2", f"runtime.parallel={parallel}"]
+    run, _ = world(ranks, name, *settings, f"runtime.compile={compiled}")
     shape = GPT2Config(vocab_size=257, n_positions=32, n_embd=32, n_layer=2, n_head=2)
     theirs = set(GPT2LMHeadModel(shape).state_dict()) - {"lm_head.weight"}
-    for run in made:
-        assert set(load_file(run / SAVED)) == theirs
-        model = checkpoint.load_model(run / "checkpoints" / "latest")
-        ids = generate(model, torch.zeros(1, 1, dtype=torch.int64), 4, seed=1)
-        assert ids.shape == (1, 5)
-        for compiled in (False, True):
-            n += 1
-            settings = [f"trainer.max_steps={2 + n}", f"runtime.compile={compiled}"]
-            _, text = world(1, run.name, *settings)
-            assert f"done: {2 + n} steps" in text
-        n = 0
+    assert set(load_file(run / SAVED)) == theirs
+    model = checkpoint.load_model(run / "checkpoints" / "latest")
+    ids = generate(model, torch.zeros(1, 1, dtype=torch.int64), 4, seed=1)
+    assert ids.shape == (1, 5)
+    _, text = world(1, name, "trainer.max_steps=3", f"runtime.compile={not compiled}")
+    assert "done: 3 steps" in text
 
 
 # --- as a command
@@ -368,18 +369,24 @@ def torchrun(ranks: int, *args: str, handle: str = "") -> "subprocess.Popen[str]
 
 @pytest.mark.slow
 def test_two_jobs_of_two_ranks_on_one_machine(tmp_path: Path, book: Path) -> None:
-    """Both run, at once, each with one folder, one console and one W&B run."""
-    args = [*SETTINGS, "data=text", f"data.path={book}", "trainer.max_steps=3"]
+    """Both run, at once, each with one folder, one console and one W&B run: the other rank has
+    none, not even an empty one. Training and validation share the axis of steps."""
+    args = [*SETTINGS, "data=text", f"data.path={book}", "trainer.max_steps=4"]
+    args += ["trainer.eval_every=2"]
     args += [f"paths.root={tmp_path}", "tracker.wandb=offline"]
     jobs = [torchrun(2, *args, f"run={name}", f"paths.root={tmp_path / name}") for name in "ab"]
     for name, job in zip("ab", jobs, strict=True):
         out, error = job.communicate(timeout=200)
         assert job.returncode == 0, error
-        assert out.count("done: 3 steps") == 1 and "Traceback" not in error
+        assert out.count("done: 4 steps") == 1 and "Traceback" not in error
         runs = tmp_path / name / "runs"
         assert [p.name for p in runs.iterdir()] == [name]
-        assert len(list((runs / name / "wandb").glob("offline-run-*"))) == 1
-        assert [row["step"] for row in read_metrics(runs / name)] == [1, 2, 3]
+        (offline,) = (runs / name / "wandb").glob("offline-run-*")
+        assert [*(tmp_path / name).rglob("*.wandb")] == [*offline.glob("*.wandb")]
+        assert len(list(offline.glob("*.wandb"))) == 1
+        rows = read_metrics(runs / name)
+        assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
+        assert [row["step"] for row in rows if "val/loss" in row] == [2, 4]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from conf.cli import compose_and_run
 from conf.schema import Config
 from gpt import folders
 from gpt.tracker import read_metrics
+from tests.processes import Run
 
 TrainRun = Callable[..., tuple[int, Path]]
 ROOT = Path(train.__file__).parent
@@ -34,18 +36,20 @@ def test_paths_are_relative_to_where_one_stands(
     (tmp_path / "text" / "book.txt").write_bytes(book.read_bytes())
     before = {p.name for p in ROOT.iterdir()}
     args = [a for a in tiny_args if not a.startswith("data.path=")]
-    for steps in (5, 10):
-        more = ["data.path=text/book.txt", "paths.root=out", "run=r", "hydra.job.chdir=true"]
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), *args, *more, f"trainer.max_steps={steps}"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "text"]
+    args += ["data.path=text/book.txt", "paths.root=out", "run=r", "hydra.job.chdir=true"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *args, "trainer.max_steps=5"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    args += ["trainer.max_steps=10"]
+    again = Run(args, tmp_path / "said", hook=partial(os.chdir, tmp_path))
+    assert again.codes() == [0], again.text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "said", "text"]
     assert [row["step"] for row in read_metrics(tmp_path / "out" / "runs" / "r")][-1] == 10
     assert {p.name for p in ROOT.iterdir()} - before <= {"__pycache__"}
 

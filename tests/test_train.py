@@ -21,7 +21,7 @@ from conf.cli import stored_overrides
 from conf.door import RunError
 from gpt import checkpoint, distributed, folders, trainer
 from gpt.tracker import read_metrics
-from tests.processes import script
+from tests.processes import Run, script
 from tests.test_ranks import keep_gradients
 
 ROOT = Path(train.__file__).parent
@@ -559,11 +559,10 @@ def command(*args: str, timeout: float = 120, **env: str) -> "subprocess.Complet
 
 @pytest.mark.parametrize("override", ["trainer.lrr=1", "runtime.device=cuda:99", "data=text"])
 def test_a_mistake_exits_2_with_one_line(override: str, tmp_path: Path) -> None:
-    done = command(override, f"paths.root={tmp_path}")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert "Traceback" not in done.stderr + done.stdout
-    assert list(tmp_path.iterdir()) == []
+    run = Run([override, f"paths.root={tmp_path / 'root'}"], tmp_path / "out")
+    assert run.codes() == [2]
+    assert run.text().startswith("error: ") and run.text().count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.slow
@@ -593,9 +592,10 @@ def test_an_encoding_that_lacks_characters_ends_nothing(
 @pytest.mark.parametrize("root", ["/proc/x", "file"])
 def test_a_root_that_can_not_be_written_is_one_line(root: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = command("model=tiny", "trainer.max_steps=1", f"paths.root={tmp_path / root}")
-    assert done.returncode == 2 and done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1 and str(tmp_path / root) in done.stderr
+    args = ["model=tiny", "trainer.max_steps=1", f"paths.root={tmp_path / root}"]
+    run = Run(args, tmp_path / "out")
+    assert run.codes() == [2] and run.text().startswith("error: ")
+    assert run.text().count("\n") == 1 and str(tmp_path / root) in run.text()
 
 
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path: Path, tiny_args: list[str]) -> None:
@@ -617,9 +617,10 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path: Path, tiny_args: list[st
     assert "go on with: python train.py run=r" in text and "sample after step" in text
     state = folders.verify((tmp_path / "runs/r/checkpoints/latest").resolve())
     step = state["step"]
-    done = command(f"paths.root={tmp_path}", "run=r", f"trainer.max_steps={step + 5}")
-    assert done.returncode == 0, done.stderr
-    assert f"continuing after step {step}" in done.stdout
+    args = [f"paths.root={tmp_path}", "run=r", f"trainer.max_steps={step + 5}"]
+    again = Run(args, tmp_path / "out")
+    assert again.codes() == [0], again.text()
+    assert f"continuing after step {step}" in again.text()
 
 
 def test_wandb_offline_writes_one_run_and_asks_nothing(

@@ -124,13 +124,21 @@ def test_a_window_that_is_not_there_is_one_line(tmp_path, capsys, wrong):
         (["another"], "unrecognized arguments: another"),
     ],
 )
-def test_mistakes_end_the_command_with_one_line_and_2(tmp_path, arguments, message):
+def test_a_mistake_is_one_line(tmp_path, capsys, arguments, message):
     write_shards(tmp_path, ramp(5000), ramp(100))
     load_tokenizer("gpt2").save(tmp_path / "tokenizer")
-    command = [sys.executable, "-m", "data.inspect", str(tmp_path), *arguments]
+    with pytest.raises(ValueError) as e:
+        main([str(tmp_path), *arguments])
+    assert str(e.value).startswith(message) and "\n" not in str(e.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_mistake_ends_the_command_with_2(tmp_path):
+    command = [sys.executable, "-m", "data.inspect", str(tmp_path), "another"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: unrecognized arguments: another")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_window_of_validation_is_shown_as_text_where_output_is_ascii(tmp_path):

@@ -29,7 +29,7 @@ prepare(text_config(sys.argv[1], **options), Path(sys.argv[2]), print)
 """
 
 
-def write_corpus(folder, kind):
+def write_corpus(folder, kind, records=2000):
     rng = random.Random(7)
     folder.mkdir()
     words = [f"word{i}" for i in range(500)]
@@ -40,9 +40,9 @@ def write_corpus(folder, kind):
     if kind == "one book":
         (folder / "book.txt").write_text(text(60_000))
     elif kind == "records":
-        lines = [json.dumps({"text": text(rng.randrange(200))}) + "\n" for _ in range(2000)]
-        (folder / "a.jsonl").write_text("".join(lines[:1500]))
-        (folder / "b.jsonl").write_text("".join(lines[1500:]))
+        lines = [json.dumps({"text": text(rng.randrange(200))}) + "\n" for _ in range(records)]
+        (folder / "a.jsonl").write_text("".join(lines[: records // 2]))
+        (folder / "b.jsonl").write_text("".join(lines[records // 2 :]))
         (folder / "c.txt").write_text(text(5000))
 
 
@@ -80,7 +80,7 @@ class Stop(BaseException):
 @pytest.mark.parametrize("kind", ["one book", "records"])
 @pytest.mark.parametrize("where", ["append", "close", "cut", "rename"])
 def test_stopped_at_a_known_place_it_ends_byte_equal(tmp_path, log, said, monkeypatch, kind, where):
-    write_corpus(tmp_path / "in", kind)
+    write_corpus(tmp_path / "in", kind, 1000)
     for module, name in ((pieces, "PIECE_CHARS"), (encode, "_BATCH_CHARS")):
         monkeypatch.setattr(module, name, 3000)
     monkeypatch.setattr(build, "_SAVE_SECONDS", 0.0)

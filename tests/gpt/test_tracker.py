@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -466,25 +465,3 @@ def test_a_key_gets_into_no_file(
     assert {"train.log", "metrics.jsonl", "config.yaml", "debug.log"} <= names
     assert any(name.endswith(".wandb") for name in names)
     assert [path for path in files if key.encode() in path.read_bytes()] == []
-
-
-@pytest.mark.slow
-def test_two_ranks_have_one_wandb_run(tmp_path: Path, tiny_args: list[str]) -> None:
-    """The other rank has none, not even an empty one; train and val share the step axis."""
-    args = [*tiny_args, "tracker.wandb=offline", f"paths.root={tmp_path}", "run=r"]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    child = subprocess.Popen(
-        [sys.executable, *command, *args, "trainer.log_every=5"], cwd=ROOT, start_new_session=True
-    )
-    try:
-        assert child.wait(timeout=240) == 0
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-    (run,) = (tmp_path / "runs" / "r" / "wandb").glob("offline-run-*")
-    assert len(list(run.glob("*.wandb"))) == 1
-    assert [path.name for path in tmp_path.rglob("*.wandb")] == [next(run.glob("*.wandb")).name]
-    both = [row["step"] for row in read_metrics(tmp_path / "runs" / "r") if "val/loss" in row]
-    assert both == [10, 20]
-    steps = [row["step"] for row in read_metrics(tmp_path / "runs" / "r") if "train/loss" in row]
-    assert steps == [5, 10, 15, 20]
