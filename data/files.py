@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import errno
 import glob
 import json
 import lzma
@@ -48,11 +49,11 @@ def find_files(path: str, log: Log) -> tuple[Path, list[Path]]:
     if asked.is_file():
         root, found = asked.parent, [asked]
     elif asked.is_dir():
-        root, found = asked, list(_below(asked))
+        root, found = asked, list(below(asked))
     elif glob.has_magic(path):
         magic = next(i for i, part in enumerate(asked.parts) if glob.has_magic(part))
         root = Path(*asked.parts[:magic])
-        found = [Path(p) for p in glob.glob(str(asked), recursive=True) if not Path(p).is_dir()]
+        found = [path for path in expand(asked) if not path.is_dir()]
     else:
         raise ValueError(f"data.path={path} does not exist; there is no text; correct it")
     kept: list[Path] = []
@@ -89,16 +90,37 @@ def find_files(path: str, log: Log) -> tuple[Path, list[Path]]:
     return root, kept
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """Every file below, and every linked folder, which is not entered."""
+def expand(pattern: Path) -> Iterator[Path]:
+    """The paths of a glob. ValueError for a folder on the way that `glob` would pass over, since it
+    cannot be read."""
+    for depth, part in enumerate(pattern.parts):
+        inside = Path(*pattern.parts[: depth + (part == "**")])
+        for folder in glob.iglob(str(inside), recursive=True):
+            try:
+                if glob.has_magic(part):
+                    os.scandir(folder).close()
+                else:
+                    os.lstat(Path(folder, part))
+            except OSError as e:
+                if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise _unreadable(Path(folder), e) from e
+    yield from (Path(path) for path in glob.iglob(str(pattern), recursive=True))
+
+
+def _unreadable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"{folder} cannot be read ({error.strerror}); its text would be missing; mend or remove it"
+    )
+
+
+def below(folder: Path) -> Iterator[Path]:
+    """Every file below, and every linked folder, which is not entered. ValueError for a folder that
+    cannot be read, unless it is hidden."""
 
     def refuse(error: OSError) -> None:
         at = Path(error.filename)
         if not any(part.startswith(".") for part in at.relative_to(folder).parts):
-            raise ValueError(
-                f"{at} cannot be read ({error.strerror}); its text would be missing; mend or "
-                "remove it"
-            ) from error
+            raise _unreadable(at, error) from error
 
     for at, folders, names in os.walk(folder, onerror=refuse):
         yield from (Path(at, name) for name in names)

@@ -4,7 +4,6 @@ Formats: headerless uint16 `.bin`; `.bin` with a header of 256 int32 (magic 2024
 then the count of uint16 ids after it); Megatron's `.bin` with its `.idx`; `.npy`.
 """
 
-import glob
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from data.build import Job
+from data.files import below, expand
 from data.say import counted
 from data.shards import FORMAT, Manifest, Shard, open_shard, sha256_of_ids
 from data.sources import TokensConfig
@@ -156,7 +156,7 @@ def _find(path: str) -> list[Path]:
     if asked.is_file():
         files = [asked]
     else:
-        found = asked.rglob("*") if asked.is_dir() else (Path(p) for p in glob.glob(str(asked)))
+        found = below(asked) if asked.is_dir() else expand(asked)
         files = sorted(f for f in found if f.suffix in (".bin", ".npy") and f.is_file())
         files = [f for f in files if f.name != "token_bytes.npy" and not f.name.startswith(".")]
     if not files:

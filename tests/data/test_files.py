@@ -8,6 +8,7 @@ import lzma
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -135,6 +136,31 @@ def test_an_unreadable_folder_stops_before_any_work(tmp_path, read, monkeypatch)
         ValueError, match=r"in/locked cannot be read \(Permission denied\); its text"
     ):
         read(inside)
+
+
+@pytest.mark.parametrize("pattern", ["*/*.txt", "**/*.txt", "*/b.txt", "[i]n*/locked/*.txt"])
+def test_a_glob_does_not_pass_over_an_unreadable_folder(tmp_path, read, monkeypatch, pattern):
+    """`glob` would: what it can't list or look up is not there for it."""
+    (tmp_path / "in" / "locked").mkdir(parents=True)
+    (tmp_path / "in" / "open").mkdir()
+    (tmp_path / "in" / "open" / "b.txt").write_text("words")
+    path = tmp_path / (pattern if pattern.startswith("[") else f"in/{pattern}")
+    locked = tmp_path / "in" / "locked"
+    if not pattern.startswith("["):
+        assert read(path) == ["words"]
+
+    def refusing(real, refused):  # root reads whatever the mode says
+        def call(at, *args, **kwargs):
+            if refused(Path(at)):
+                raise PermissionError(13, "Permission denied", str(at))
+            return real(at, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir, lambda at: at == locked))
+    monkeypatch.setattr(os, "lstat", refusing(os.lstat, lambda at: at.parent == locked))
+    with pytest.raises(ValueError, match=r"in/locked cannot be read \(Permission denied\); its"):
+        read(path)
 
 
 def test_a_link_to_nothing_stops_before_any_work(tmp_path, read):

@@ -1,6 +1,8 @@
 """Token files of other makers, each built by hand from the definition of its format."""
 
+import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,6 +144,23 @@ def test_a_pickled_array_is_refused_and_its_code_not_run(tmp_path, log):
     with pytest.raises(ValueError, match="not a row of integers"):
         prepare(tokens_config(tmp_path / "a.npy"), tmp_path, log)
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("path", ["in", "in/*/*.bin"])
+def test_an_unreadable_folder_is_not_passed_over(tmp_path, log, monkeypatch, path):
+    for name in ("locked", "open"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / "a.bin").write_bytes(plain([1, 2, 256] * 100))
+    real = os.scandir
+
+    def scandir(at):  # root reads whatever the mode says
+        if Path(at) == tmp_path / "in" / "locked":
+            raise PermissionError(13, "Permission denied", str(at))
+        return real(at)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ValueError, match=r"in/locked cannot be read \(Permission denied\); its"):
+        prepare(tokens_config(tmp_path / path, tokenizer="byte"), tmp_path / "out", log)
 
 
 def test_an_empty_folder_names_path_and_pattern(tmp_path, log):
