@@ -1,6 +1,7 @@
 """Shards to windows of tokens: which windows a step sees is a function of its position alone."""
 
 import hashlib
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ class Windows:
         seed: int = 0,
     ) -> None:
         manifest = load_manifest(shards)
-        self._manifest, self._split = manifest, split
+        self._manifest, self._shards, self._split = manifest, shards, split
         self._arrays = open_shards(shards, manifest, split)
         self._lengths = np.array([len(array) for array in self._arrays], np.int64)
         self._ends = np.cumsum(self._lengths)
@@ -145,6 +146,12 @@ class Windows:
         """
         wanted = np.asarray(starts).tolist()
         return describe(self._arrays, self._manifest, self._split, wanted, self.block_size + 1)
+
+    def show_with(self, starts: np.ndarray) -> str:
+        """The command that prints the text of these windows."""
+        command = ["python", "-m", "data.inspect", str(self._shards), "--split", self._split]
+        command += ["--length", str(self.block_size + 1)]
+        return shlex.join(command + [f"--window={start}" for start in np.asarray(starts).tolist()])
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from `start` on, across shards and round the stream's end."""

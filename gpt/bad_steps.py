@@ -6,7 +6,6 @@ All ranks judge by the same numbers, so they decide alike without another word.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from gpt import distributed
 from gpt.config import OnSpike, TrainerConfig
 from gpt.ranks import Ranks
+from gpt.reader import Data
 from gpt.spikes import Spikes
 from gpt.tracker import Tracker
 
@@ -126,9 +126,7 @@ class Judge:
             after = f"{back} returns to a checkpoint" if back else f"{skipped} skipped in a row"
             raise StepError(f"step {step}: another spike (loss {done.loss:.3f}), after {after}")
 
-    def name_windows(
-        self, losses: Tensor, starts: np.ndarray, describe: Callable[[np.ndarray], list[str]]
-    ) -> None:
+    def name_windows(self, losses: Tensor, starts: np.ndarray, data: Data) -> None:
         """Say what a bad step read: the windows of micro-batches whose loss is no number, or all
         where every loss is one. `losses`: this rank's, [grad_accum_steps]; every rank has to come.
         """
@@ -143,7 +141,8 @@ class Judge:
         rows = np.concatenate([starts[j * size : (j + 1) * size] for j in chosen])
         who = ", ".join(str(rank) for rank in sorted({j % world_size for j in chosen}))
         self.tracker.say(f"  on rank {who}, which read {len(rows)} windows:")
-        for line in describe(rows[:SHOWN]):
+        for line in data.describe(rows[:SHOWN]):
             self.tracker.say(f"    {line}")
         if len(rows) > SHOWN:
             self.tracker.say(f"    and {len(rows) - SHOWN} more")
+        self.tracker.say(f"    their text: {data.show_with(rows[:SHOWN])}")

@@ -135,7 +135,7 @@ class Trainer:
         saved = progress.rollback_step is not None
         verdict, name_windows = self.judge.verdict(done, progress, saved)
         if name_windows:
-            self.judge.name_windows(losses, self.reader.starts(progress.step), self.train.describe)
+            self.judge.name_windows(losses, self.reader.starts(progress.step), self.train)
             self.judge.check_patience(done, progress)
         if verdict == Verdict.take:
             # Below the limit every gradient would be multiplied by 1: a pass over all of them less.

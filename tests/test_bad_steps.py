@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from conf.door import RunError
+from data import inspect
 from gpt import folders, trainer
 from tests import faults
 from tests.processes import Run
@@ -26,7 +29,9 @@ def arguments(book: Path, root: Path, *more: str) -> list[str]:
     return [*args, "trainer.max_steps=60", "trainer.eval_every=20", *more]
 
 
-def test_one_ranks_bad_number_is_skipped_by_all(tmp_path: Path, book: Path) -> None:
+def test_one_ranks_bad_number_is_skipped_by_all(
+    tmp_path: Path, book: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Rank 1's loss of step 5 is NaN: no rank updates, step, rank and windows are named, the ranks
     stay equal, and the run is the one that a single process with the same bad windows makes."""
     folder = tmp_path / "two" / "runs" / "r"
@@ -37,6 +42,10 @@ def test_one_ranks_bad_number_is_skipped_by_all(tmp_path: Path, book: Path) -> N
     assert run.codes() == [0, 0], run.text()
     assert "step 5: loss nan" in run.text() and "on rank 1, which read 4 windows" in run.text()
     assert run.text().count("train window at") == 4
+    (command,) = re.findall(r"their text: python -m data\.inspect (.+)", run.text())
+    assert inspect.main(shlex.split(command)) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert all(line in shown for line in re.findall("train window at.*", run.text()))
     assert (tmp_path / "rank0").read_text() == (tmp_path / "rank1").read_text()
     row = rows(folder)[4]
     assert row["step"] == 5 and row["skipped"] == 1 and "train/loss" not in row
