@@ -6,7 +6,14 @@ sample. With no arguments: the quickstart. `run=NAME` continues a run.
 
 from __future__ import annotations
 
-from conf.cli import compose_and_run, joined, merge_overrides, run_of, stored_overrides
+from conf.cli import (
+    compose_and_run,
+    init_from_of,
+    joined,
+    merge_overrides,
+    run_of,
+    stored_overrides,
+)
 from conf.door import door
 from conf.schema import Config
 from gpt.ranks import find_ranks
@@ -28,10 +35,11 @@ def arguments(argv: list[str]) -> list[str]:
     weights it starts from."""
     argv = joined(argv)
     run, root = run_of(argv)
-    stored = stored_overrides(root / "runs" / run) if run else []
+    swept = SWEEP & set(argv)  # its jobs have names of their own
+    stored = stored_overrides(root / "runs" / run) if run and not swept else []
     given = merge_overrides(stored, [a for a in argv if not a.startswith("-")])
-    init_from = next((a.partition("=")[2] for a in given if a.startswith("init_from=")), "")
-    if init_from and init_from != "null" and not stored:
+    init_from = init_from_of(given)
+    if init_from and not stored:
         with held_back():
             from gpt.checkpoint import shape_overrides
             from gpt.folders import find_weights
@@ -41,13 +49,11 @@ def arguments(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    if SWEEP & set(argv):
-        if find_ranks().world_size > 1:
-            raise ValueError(
-                "a sweep (-m) can't run under torchrun; its jobs would share the ranks; start one "
-                "torchrun a job"
-            )
-        return compose_and_run(train, argv)
+    if SWEEP & set(argv) and find_ranks().world_size > 1:
+        raise ValueError(
+            "a sweep (-m) can't run under torchrun; its jobs would share the ranks; start one "
+            "torchrun a job"
+        )
     return compose_and_run(train, arguments(argv))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -142,6 +143,24 @@ def run_of(argv: list[str]) -> tuple[str | None, Path]:
     values = dict(a.split("=", 1) for a in argv if "=" in a)
     root = values.get("paths.root") or str(folders.default_root())
     return values.get("run") or None, Path(root.strip("'\""))
+
+
+def init_from_of(overrides: list[str]) -> str | None:
+    """The weights that overrides start from. ValueError for several: each would bring its shape."""
+    for override in overrides:
+        if override.startswith("init_from="):
+            try:
+                parsed = OverridesParser.create().parse_override(_as_text(override))
+            except HydraException as e:
+                raise ValueError(explain(e)) from e
+            if parsed.is_sweep_override():
+                raise ValueError(
+                    f"{override} names several weights; they bring their shapes along, and a sweep "
+                    "has one; start a sweep for each, or quote a path that has a comma twice"
+                )
+            value = parsed.value()
+            return None if value is None else str(value)
+    return None
 
 
 def stored_overrides(run: Path) -> list[str]:

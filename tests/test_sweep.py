@@ -74,6 +74,37 @@ def test_a_sweep_gives_every_job_a_run_of_its_own(
     assert {p.name for p in root.iterdir()} <= {"runs", "shards", "sweeps", "out"}
 
 
+def test_a_sweep_takes_the_shape_of_the_weights_it_starts_from(
+    root: Path, tiny_args: list[str], train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the default's, nor what a run of the sweep's own name was started with; quoted, as a path
+    with a comma has to be."""
+    _, made = train_run("trainer.max_steps=1", "model.n_layer=1", name="made")
+    source = made.rename(root / "a,b")
+    train_run("trainer.max_steps=1", "schedule.warmup_steps=1", name="s")
+    shapeless = [a for a in tiny_args if not a.startswith(("model.", "schedule."))]
+    more = [f"init_from='{source}'", f"paths.root={root}", "run=s", "optimizer.lr=1e-3,1e-4"]
+    found: list[Config] = []
+
+    def job(config: Config, overrides: list[str]) -> int:
+        found.append(config)
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train", job)
+        assert train.main(["-m", *shapeless, *more]) == 0
+    shapes = [(c.model.n_layer, c.model.n_embd, c.model.block_size) for c in found]
+    assert shapes == [(1, 32, 32)] * 2
+    assert [(c.run, c.optimizer.lr) for c in found] == [("s_0", 1e-3), ("s_1", 1e-4)]
+    assert found[0].schedule.warmup_steps > 1
+
+
+@pytest.mark.parametrize("swept", ["one,two", "choice(one,two)"])
+def test_a_sweep_over_weights_is_refused(swept: str) -> None:
+    with pytest.raises(ValueError, match=r"^init_from=.*one,two.* names several weights; .*; "):
+        train.main(["-m", "run=s", f"init_from={swept}"])
+
+
 def test_a_job_that_fails_leaves_the_others_alone(
     root: Path, tiny_args: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
