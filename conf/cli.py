@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from conf.door import RunError
+from conf.door import ASKS, RunError
 from conf.schema import GROUPS, Config, PathsConfig, register, to_config
 from gpt import folders, stopping
 from gpt.config import TrainerConfig
@@ -32,10 +32,7 @@ from gpt.config import TrainerConfig
 CONF = Path(__file__).parent
 _NUMBER = re.compile(r"[+-]?[\d._]+(e[+-]?\d+)?|true|false|nan|[+-]?inf", re.IGNORECASE)
 VALUED = {"-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"}
-FLAGS = {
-    *("-h", "--help", "--hydra-help", "--version", "-m", "--multirun", "-c", "--cfg"),
-    *("--resolve", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"),
-}
+FLAGS = ASKS | {"-m", "--multirun", "--resolve", "-p", "--package"}
 
 
 def joined(argv: list[str]) -> list[str]:

@@ -311,4 +311,4 @@ def _snippet(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 if __name__ == "__main__":
     from conf.door import door
 
-    door(main, "it cannot be inspected")
+    door(main, "it cannot be inspected", shows=True)

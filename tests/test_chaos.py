@@ -414,6 +414,51 @@ door(command, "nothing")
     assert text == "stopped; what was saved is whole: the same command goes on\n"
 
 
+@pytest.mark.parametrize(
+    ("broken", "shows", "argument", "code", "says"),
+    [
+        ("stdout", True, "x", 0, ""),
+        ("stdout", False, "--cfg=job", 0, ""),
+        ("stdout", False, "x", 2, "error: nobody reads standard output any more; nothing; run"),
+        ("stdout at the end", True, "x", 0, ""),
+        ("stdout at the end", False, "x", 2, "error: nobody reads standard output any more; nothi"),
+        ("another", True, "x", 1, "Traceback"),
+        ("another", False, "--help", 1, "Traceback"),
+    ],
+)
+def test_a_broken_pipe_is_well_only_where_it_ends_what_is_read(
+    broken: str, shows: bool, argument: str, code: int, says: str
+) -> None:
+    command = f"""
+import os, sys
+from conf.door import door
+
+def command(argv):
+    print("words", flush={broken == "stdout"})
+    if {broken == "another"}:
+        read, write = os.pipe()
+        os.close(read)
+        os.write(write, b"to a worker that has gone")
+    return 0
+
+door(command, "nothing", shows={shows})
+"""
+    read, write = os.pipe()
+    if broken != "another":
+        os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", command, argument],
+        cwd=ROOT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith(says) and bool(done.stderr) == bool(says), done.stderr
+
+
 def test_a_signal_waits_for_an_import() -> None:
     command = """
 import os, signal
