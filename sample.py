@@ -5,31 +5,28 @@ standard error. Without a positional argument the newest run is taken, without a
 starts a document of its own.
 """
 
+from __future__ import annotations
+
 import argparse
 import codecs
 import json
 import os
 import re
 import secrets
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-if __name__ == "__main__":  # importing torch takes seconds, in which Ctrl-C should just end it
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
-import torch
-
-from conf.door import Parser
-from data.tokenizer import Tokenizer, load_tokenizer
-from gpt.checkpoint import load_model
+from conf.door import Parser, door, memory_told
 from gpt.config import Attention, DType, Parallel, RuntimeConfig
 from gpt.folders import default_root, read_state, resolve
-from gpt.generate import check_settings, stream
-from gpt.model import GPT
-from gpt.runtime import resolve as resolve_runtime
+from gpt.stopping import held_back
+
+if TYPE_CHECKING:
+    from data.tokenizer import Tokenizer
+    from gpt.model import GPT
+    from gpt.runtime import Runtime
 
 # Everything that can act on a terminal: C0 but tab and newline, DEL, and C1 (0x9b starts escapes).
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -80,40 +77,51 @@ def _overlap(text: str, stop: str) -> int:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for what the user can mend, 130 for an interrupt."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        run(_parse(argv))
-        sys.stdout.flush()
-    except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # `| head` has what it wanted
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        print(f"error: {_one_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
+def main(argv: list[str]) -> int:
+    run(_parse(argv))
     return 0
 
 
 def run(args: argparse.Namespace) -> None:
+    with held_back():  # torch is loaded here, after the arguments were found good
+        from gpt.generate import check_settings
+
     check_settings(args.temperature, args.top_k, args.top_p)
     prompt, stops = _prompt(args), [_text(stop, "--stop") for stop in args.stop]
-    runtime = resolve_runtime(
-        RuntimeConfig(
-            device=args.device,
-            dtype=DType(args.dtype),
-            compile=False,
-            attention=Attention.flash,
-            deterministic=False,
-            parallel=Parallel.ddp,
-            activation_checkpointing=False,
-            hang_minutes=None,
-            peak_flops=None,
+    runtime = _runtime(args)
+    with memory_told(
+        lambda: (
+            f"{runtime.device} ran out of memory; the text ends here; free some, choose a "
+            "smaller model, or another --device"
         )
+    ):
+        _generate(args, runtime, prompt, stops)
+
+
+def _runtime(args: argparse.Namespace) -> Runtime:
+    from gpt import runtime
+
+    config = RuntimeConfig(
+        device=args.device,
+        dtype=DType(args.dtype),
+        compile=False,
+        attention=Attention.flash,
+        deterministic=False,
+        parallel=Parallel.ddp,
+        activation_checkpointing=False,
+        hang_minutes=None,
+        peak_flops=None,
     )
+    try:
+        return runtime.resolve(config)
+    except ValueError as e:
+        raise ValueError(re.sub(r"runtime\.(device|dtype)=", r"--\1 ", str(e))) from e
+
+
+def _generate(args: argparse.Namespace, runtime: Runtime, prompt: str, stops: list[str]) -> None:
+    from data.tokenizer import load_tokenizer
+    from gpt.checkpoint import load_model
+
     folder = resolve(args.checkpoint, default_root())
     model = load_model(folder, runtime.device)  # first: it verifies the tokenizer's files too
     tokenizer = load_tokenizer(folder)
@@ -177,6 +185,10 @@ def _sample(
     sample: int,
     args: argparse.Namespace,
 ) -> Text:
+    import torch
+
+    from gpt.generate import stream
+
     idx = torch.tensor([prompt[-model.config.block_size :]], device=model.wte.weight.device)
     ids = stream(
         model,
@@ -260,7 +272,7 @@ def _stop(text: str) -> str:
     return text
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="python sample.py",
         usage="python sample.py [RUN|CHECKPOINT|HF_FOLDER] [--prompt TEXT | --prompt-file F | -] "
@@ -312,12 +324,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; nothing was generated; check the path"
-    message = " ".join(str(error).split())
-    return re.sub(r"runtime\.(device|dtype)=", r"--\1 ", message)  # this command's spelling
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    door(main, "nothing was generated", shows=True)

@@ -6,13 +6,14 @@ Imports nothing heavy, so that a command can be behind this door before it loads
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from data.say import speak_any_language
@@ -51,6 +52,19 @@ def door(command: Callable[[list[str]], int], consequence: str, shows: bool = Fa
     for number in heeded():
         signal.signal(number, raise_stopped)
     leave(find_ranks(), code_of(command, sys.argv[1:], consequence, shows))
+
+
+@contextlib.contextmanager
+def memory_told(say: Callable[[], str]) -> Iterator[None]:
+    """Memory that runs out in here is one line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:
+        from gpt.runtime import is_out_of_memory
+
+        if not is_out_of_memory(e):
+            raise
+        raise ValueError(say()) from e
 
 
 def code_of(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
-from conf.door import RunError
+from conf.door import RunError, memory_told
 from conf.say import announce, report, say_where
 from conf.schema import Config, to_plain
 from data.lock import lock
@@ -94,7 +93,7 @@ def _train(
         return _nothing_left(tracker, state, name, continue_with)
     config.model.vocab_size = _vocab_size(config, manifest)
     train_windows, val_windows = _open(config, shards, manifest)
-    around.enter_context(_memory_told(config, machine))
+    around.enter_context(memory_told(lambda: _too_much(config, machine)))
     model = _build(config, found or source, manifest)
     if config.trainer.micro_batch_size == "auto":
         if config.runtime.parallel == Parallel.fsdp and not state:
@@ -222,20 +221,13 @@ def _lock(run: Path) -> contextlib.AbstractContextManager[None]:
     return lock(run / ".lock", busy)
 
 
-@contextlib.contextmanager
-def _memory_told(config: Config, machine: runtime.Runtime) -> Iterator[None]:
-    """Memory that runs out while a model is built or trained is one line."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as e:
-        if not runtime.is_out_of_memory(e):
-            raise
-        raise ValueError(
-            f"{machine.device} ran out of memory with micro-batches of "
-            f"{config.trainer.micro_batch_size} windows; the run can't go on there; start it with "
-            "a smaller trainer.micro_batch_size (or auto), runtime.activation_checkpointing=true, "
-            "or, over several devices, runtime.parallel=fsdp"
-        ) from e
+def _too_much(config: Config, machine: runtime.Runtime) -> str:
+    return (
+        f"{machine.device} ran out of memory with micro-batches of "
+        f"{config.trainer.micro_batch_size} windows; the run can't go on there; start it with "
+        "a smaller trainer.micro_batch_size (or auto), runtime.activation_checkpointing=true, "
+        "or, over several devices, runtime.parallel=fsdp"
+    )
 
 
 def _claim(folder: Path, named: bool) -> Path:

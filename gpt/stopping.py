@@ -83,8 +83,8 @@ def held_back() -> Iterator[None]:
     finally:
         for n, old in before.items():
             signal.signal(n, old)
-    if held:
-        raise_stopped(held[0], None)
+        if held:  # also where the import failed
+            raise_stopped(held[0], None)
 
 
 class Stop:

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import sample
+from conf.door import code_of
 from data.tokenizer import Tokenizer, load_tokenizer
-from gpt import checkpoint, folders
+from gpt import checkpoint, folders, generate
 from gpt.huggingface import hf_config, to_hf
 from gpt.model import GPT, GPTConfig
 
@@ -85,10 +88,7 @@ def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPat
 
     def run(*args: str, stdin: bytes = b"", code: int = 0) -> tuple[bytes, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        try:
-            got = sample.main([*args, "--device", "cpu", "--dtype", "float32"])
-        except SystemExit as stop:
-            got = int(stop.code or 0)
+        got = command([*args, "--device", "cpu", "--dtype", "float32"])
         out, err = capfdbinary.readouterr()
         assert got == code, err
         if code == 2:
@@ -96,6 +96,10 @@ def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPat
         return out, err.decode()
 
     return run
+
+
+def command(args: list[str]) -> int:
+    return code_of(sample.main, args, "nothing was generated", shows=True)
 
 
 def records(out: bytes) -> list[dict[str, Any]]:
@@ -126,7 +130,7 @@ def test_a_terminal_gets_no_control_characters(
     for extra in ([], ["--json"]):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stdout", terminal)
-        assert sample.main([where, "--prompt", "\x1b", "--temperature", "0", *extra]) == 0
+        assert command([where, "--prompt", "\x1b", "--temperature", "0", *extra]) == 0
         shown = terminal.getvalue()
         assert not set(shown) & {*map(chr, range(32)), *map(chr, range(128, 160))} - {"\t", "\n"}
         if not extra:
@@ -406,7 +410,7 @@ def test_pickles_are_refused(tmp_path: Path, run: Any, name: str) -> None:
 def test_bad_arguments_are_one_line_and_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], args: list[str], named: str
 ) -> None:
-    assert sample.main([str(folder), *args]) == 2
+    assert command([str(folder), *args]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and named in err
@@ -444,12 +448,60 @@ def test_the_command_in_a_plain_locale_with_a_closed_pipe(folder: Path) -> None:
         assert b"Traceback" not in process.stderr.read()
 
 
-def test_the_first_token_waits_for_no_needless_import() -> None:
-    """Each of these costs seconds; none is needed to sample."""
-    code = "import sys, sample; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
-    modules = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, timeout=60
+def test_nothing_waits_for_a_needless_import(folder: Path) -> None:
+    """Each of these costs seconds; none is needed to sample, nor torch for --help."""
+    code = """
+import sys
+import sample
+names = lambda: print(*sorted({m.partition('.')[0] for m in sys.modules}), file=sys.stderr)
+try:
+    sample.main(["--help"])
+except SystemExit:
+    names()
+sample.main([sys.argv[1], "--max-new-tokens", "1"])
+names()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        timeout=60,
+        text=True,
     )
-    loaded = set(modules.stdout.decode().split())
-    assert "torch" in loaded
-    assert not loaded & {"transformers", "datasets", "wandb", "hydra", "omegaconf", "pandas"}
+    for_help, *_, for_text = (set(line.split()) for line in ran.stderr.splitlines())
+    assert not for_help & {"torch", "numpy"} and "torch" in for_text
+    assert not for_text & {"transformers", "datasets", "wandb", "hydra", "omegaconf", "pandas"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("what", [["sample.py"], ["-m", "tools.explore", "--text", "a"]])
+def test_a_signal_while_torch_is_imported_is_one_line(
+    tmp_path: Path, what: list[str], number: signal.Signals
+) -> None:
+    """In place of torch stands what says that its import has begun."""
+    (tmp_path / "torch.py").write_text("print('now', flush=True)\nimport time\ntime.sleep(0.5)\n")
+    with subprocess.Popen(
+        [sys.executable, *what],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "now\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (128 + number, "stopped\n")
+
+
+def test_memory_that_runs_out_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_much(*_: Any, **__: Any) -> Any:
+        return torch.empty(2**60)  # of the allocator: DefaultCPUAllocator: can't allocate memory
+
+    monkeypatch.setattr(generate, "stream", too_much)
+    assert command([str(folder), "--device", "cpu", "--seed", "1"]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: cpu ran out of memory; the text ends here; free some")

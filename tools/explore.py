@@ -5,25 +5,25 @@ that needs no network and no server. The page's switches recompute in JavaScript
 give; what it is made of lies in tools/explore_page.
 """
 
+from __future__ import annotations
+
 import argparse
 import base64
 import inspect
 import json
 import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from conf.door import Parser
-from data.say import speak_any_language
-from data.tokenizer import Tokenizer, load_tokenizer
-from gpt import attention_steps as steps
-from gpt.checkpoint import load_model
+from conf.door import Parser, door, memory_told
 from gpt.folders import default_root, read_state, resolve
-from gpt.model import GPT
+from gpt.stopping import held_back
+
+if TYPE_CHECKING:
+    import torch
+
+    from data.tokenizer import Tokenizer
+    from gpt.model import GPT
 
 PAGE = Path(__file__).parent / "explore_page"
 SCRIPTS = ("ladder.js", "heat.js", "notes.js", "page.js")
@@ -33,21 +33,22 @@ MAX_TOKENS = 64
 COLUMNS = 8
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 for what the user can mend."""
-    speak_any_language()
-    try:
-        run(_parse(argv))
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}; no page was written", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+def main(argv: list[str]) -> int:
+    args = _parse(argv)
+    with held_back():  # torch is loaded here, after the arguments were found good
+        import torch  # noqa: F401
+    with memory_told(
+        lambda: "memory ran out; no page was written; free some, or choose a smaller model"
+    ):
+        run(args)
     return 0
 
 
 def run(args: argparse.Namespace) -> None:
+    from data.tokenizer import load_tokenizer
+    from gpt.checkpoint import load_model
+    from gpt.model import GPT
+
     text = _utf8(args.text)
     folder = resolve(args.checkpoint, default_root())
     model = load_model(folder, "cpu")
@@ -69,7 +70,6 @@ def run(args: argparse.Namespace) -> None:
     print(f"{args.out}: {len(data['tokens'])} tokens, {name}, {size:.1f} MB; open it in a browser")
 
 
-@torch.no_grad()
 def page_data(
     model: GPT, tokenizer: Tokenizer, text: str, layer: int | None = None, head: int | None = None
 ) -> dict[str, Any]:
@@ -78,6 +78,10 @@ def page_data(
     `layer` and `head` are what is shown first; both None leaves it to the page. Raises ValueError
     where there is no such layer or head, no text, or more of it than the page or the model takes.
     """
+    import torch
+
+    from gpt import attention_steps as steps
+
     config = model.config
     for what, chosen, count in (("layer", layer, config.n_layer), ("head", head, config.n_head)):
         if chosen is not None and not 0 <= chosen < count:
@@ -152,6 +156,8 @@ def render(data: dict[str, Any]) -> str:
 
 def _block_inputs(model: GPT, idx: torch.Tensor) -> list[torch.Tensor]:
     """What each block's attention gets: the output of its ln_1, [T, C] each."""
+    import torch
+
     seen: list[torch.Tensor] = []
     hooks = [
         model.get_submodule(f"h.{n}.ln_1").register_forward_hook(
@@ -160,7 +166,8 @@ def _block_inputs(model: GPT, idx: torch.Tensor) -> list[torch.Tensor]:
         for n in range(model.config.n_layer)
     ]
     try:
-        model.trunk(idx[None])
+        with torch.no_grad():
+            model.trunk(idx[None])
     finally:
         for hook in hooks:
             hook.remove()
@@ -204,7 +211,7 @@ def _utf8(argument: str) -> str:
         ) from None
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="python -m tools.explore",
         description="A page on which one sees a GPT-2's attention work, step by step.",
@@ -223,4 +230,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    door(main, "no page was written", shows=True)

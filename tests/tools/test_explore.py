@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from conf.door import code_of
 from data.tokenizer import load_tokenizer
 from gpt import attention_steps as steps
 from gpt.huggingface import hf_config, to_hf
@@ -668,7 +669,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
     words: str,
 ) -> None:
     out = tmp_path / "a.html"
-    assert explore.main([str(checkpoint), "--out", str(out), *arguments]) == 2
+    arguments = [str(checkpoint), "--out", str(out), *arguments]
+    assert code_of(explore.main, arguments, "no page was written") == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert not out.exists()
