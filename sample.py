@@ -15,12 +15,13 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from conf.door import Parser, door, memory_told
 from gpt.config import Attention, DType, Parallel, RuntimeConfig
-from gpt.folders import default_root, read_state, resolve
+from gpt.folders import default_root, read_state
 from gpt.stopping import held_back
 
 if TYPE_CHECKING:
@@ -120,10 +121,12 @@ def _runtime(args: argparse.Namespace) -> Runtime:
 
 def _generate(args: argparse.Namespace, runtime: Runtime, prompt: str, stops: list[str]) -> None:
     from data.tokenizer import load_tokenizer
-    from gpt.checkpoint import load_model
+    from gpt.checkpoint import load_named
 
-    folder = resolve(args.checkpoint, default_root())
-    model = load_model(folder, runtime.device)  # first: it verifies the tokenizer's files too
+    say = partial(print, file=sys.stderr)
+
+    # First: it verifies the tokenizer's files too.
+    folder, model = load_named(args.checkpoint, default_root(), runtime.device, say)
     tokenizer = load_tokenizer(folder)
     if tokenizer.n_vocab > model.vocab_size:  # more embeddings than ids are never chosen
         raise ValueError(

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,25 @@ def load_model(
     model.load_state_dict({k: v.float() for k, v in state.items()}, assign=True)
     model.requires_grad_()
     return model.to(device).eval()
+
+
+def load_named(
+    name: str | None, root: Path, device: str | torch.device, warn: Callable[[str], None]
+) -> tuple[Path, GPT]:
+    """The folder that a command's argument means (folders.resolve), and its model. Of a run whose
+    newest checkpoint is damaged it is the newest whole one, as for a resume."""
+    folder = folders.resolve(name, root)
+    try:
+        return folder, load_model(folder, device)
+    except ValueError:
+        if name is not None and folder == Path(name):  # this very folder was asked for
+            raise
+        found, complaints = folders.newest_whole(folder.parent, training=False)
+        if found is None or not complaints:  # nothing is damaged, something else is wrong
+            raise
+    for complaint in complaints:
+        warn(f"warning: {complaint}; going back to {found}")
+    return found, load_model(found, device)
 
 
 def shape_overrides(folder: Path) -> list[str]:

@@ -55,15 +55,16 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose sums agree, and what is wrong with the newer ones.
+def newest_whole(checkpoints: Path, training: bool = True) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose sums agree, and what is wrong with the newer ones. `training`
+    False: the optimizer's moments don't count.
 
     Raises ValueError where there are checkpoints and none is whole.
     """
     complaints: list[str] = []
     for folder in reversed(steps(checkpoints)):
         try:
-            verify(folder)
+            verify(folder, training)
             return folder, complaints
         except ValueError as e:
             complaints.append(str(e))

@@ -345,17 +345,32 @@ def test_a_run_without_a_checkpoint_says_when_the_first_is_written(
     assert "yuong" in err and "young" in err  # what there is instead
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "vocab.json", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "vocab.json", "config.json", "state.json"])
 def test_an_altered_file_is_named(trained: Path, run: Any, name: str) -> None:
-    file = trained / "runs" / "mine" / "checkpoints" / "latest" / name
+    """And of a run, passed over for the checkpoint before; all damaged, there is no text."""
+    checkpoints = trained / "runs" / "mine" / "checkpoints"
+    file = checkpoints / "latest" / name
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
-    file.write_bytes(raw)
+    for damaged in (raw, raw[: len(raw) // 2], b""):
+        file.write_bytes(damaged)
+        assert name in run(str(file.parent), code=2)[1]
+        assert name in run(str(file.parent.resolve()), code=2)[1]
+    for args in (["mine"], [], [str(checkpoints.parent)]):
+        out, err = run(*args, "--temperature", "0")
+        warning, facts, *_ = err.splitlines()
+        assert out == b"best\n" and "step_00000100, step 100, " in facts
+        assert warning.startswith("warning: ") and f"step_00000200/{name} " in warning
+        assert warning.endswith(f"; going back to {checkpoints / 'step_00000100'}")
+    (checkpoints / "step_00000100" / name).write_bytes(b"")
     assert name in run("mine", code=2)[1]
-    file.write_bytes(raw[: len(raw) // 2])
-    assert name in run("mine", code=2)[1]
-    file.write_bytes(b"")
-    assert name in run("mine", code=2)[1]
+
+
+def test_damaged_moments_matter_to_training_alone(trained: Path, run: Any) -> None:
+    newest = trained / "runs" / "mine" / "checkpoints" / "step_00000200"
+    (newest / folders.MOMENTS).write_bytes(b"")
+    out, err = run("mine", "--temperature", "0")
+    assert out == b"latest\n" and "warning" not in err
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "vocab.json"])

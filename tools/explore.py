@@ -12,11 +12,13 @@ import base64
 import inspect
 import json
 import os
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.door import Parser, door, memory_told
-from gpt.folders import default_root, read_state, resolve
+from gpt.folders import default_root, read_state
 from gpt.stopping import held_back
 
 if TYPE_CHECKING:
@@ -46,12 +48,12 @@ def main(argv: list[str]) -> int:
 
 def run(args: argparse.Namespace) -> None:
     from data.tokenizer import load_tokenizer
-    from gpt.checkpoint import load_model
+    from gpt.checkpoint import load_named
     from gpt.model import GPT
 
     text = _utf8(args.text)
-    folder = resolve(args.checkpoint, default_root())
-    model = load_model(folder, "cpu")
+    say = partial(print, file=sys.stderr)
+    folder, model = load_named(args.checkpoint, default_root(), "cpu", say)
     tokenizer = load_tokenizer(folder)
     if tokenizer.n_vocab > model.vocab_size:
         raise ValueError(
