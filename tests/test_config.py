@@ -60,8 +60,9 @@ def test_published_parameter_counts(model: str) -> None:
         assert GPT(config).n_params() == PUBLISHED[model][4]
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "data"), [*((m, "sotu") for m in MODELS), *(("tiny", d) for d in DATA if d != "sotu")]
+)
 def test_every_model_and_data_start_with_no_other_key(data: str, model: str) -> None:
     config = to_config(composed(f"model={model}", f"data={data}", *NEEDED.get(data, [])))
     config.trainer.check_batch(config.model.block_size, world_size=1)

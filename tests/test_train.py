@@ -225,7 +225,7 @@ def test_dropout_was_on(straight: dict[str, torch.Tensor], trained: Trained) -> 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own inner workings
 def test_resuming_gives_the_same_bits_compiled(
-    train_run: TrainRun, straight: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled against compiled to the bit; against eager, without dropout, to 1e-5."""
     args = ["runtime.compile=true", "trainer.save_every=10"]

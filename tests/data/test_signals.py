@@ -63,8 +63,9 @@ def wait_for_shards(process, root):
     raise AssertionError(f"nothing was prepared: {process.communicate(timeout=10)}")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("command", "number"), [("data.prepare", signal.SIGINT), ("train.py", signal.SIGTERM)]
+)
 def test_a_signal_ends_preparing_soon_and_the_next_start_goes_on(corpus, command, number):
     root = corpus / f"{command}-{number}"
     process = start(COMMANDS[command], corpus, root.name)
