@@ -22,7 +22,7 @@ from pathlib import Path
 from data import build, encode, pieces
 from data.prepare import prepare
 from tests.data.conftest import text_config
-pieces.PIECE_CHARS = encode._BATCH_CHARS = 3000
+pieces.PIECE_CHARS = encode._BATCH_CHARS = 6000
 build._SAVE_SECONDS = 0.0
 options = {"tokenizer": "byte", "shard_tokens": 20_000, "val_fraction": float(sys.argv[3])}
 prepare(text_config(sys.argv[1], **options), Path(sys.argv[2]), print)
@@ -82,7 +82,7 @@ class Stop(BaseException):
 def test_stopped_at_a_known_place_it_ends_byte_equal(tmp_path, log, said, monkeypatch, kind, where):
     write_corpus(tmp_path / "in", kind, 1000)
     for module, name in ((pieces, "PIECE_CHARS"), (encode, "_BATCH_CHARS")):
-        monkeypatch.setattr(module, name, 3000)
+        monkeypatch.setattr(module, name, 10_000)
     monkeypatch.setattr(build, "_SAVE_SECONDS", 0.0)
     options = {"tokenizer": "byte", "shard_tokens": 20_000, "val_fraction": 0.1, "num_proc": 1}
     config = text_config(tmp_path / "in", **options)
@@ -125,9 +125,9 @@ def test_stopped_at_a_known_place_it_ends_byte_equal(tmp_path, log, said, monkey
 
 
 def test_what_progress_speaks_of_must_be_there(tmp_path, log, said, monkeypatch):
-    write_corpus(tmp_path / "in", "records")
+    write_corpus(tmp_path / "in", "records", 1000)
     monkeypatch.setattr(build, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(encode, "_BATCH_CHARS", 3000)
+    monkeypatch.setattr(encode, "_BATCH_CHARS", 10_000)
     config = text_config(tmp_path / "in", tokenizer="byte", val_fraction=0.1, num_proc=1)
     straight = prepare(config, tmp_path / "straight", log)
     calls = []
