@@ -48,7 +48,7 @@ def main() -> None:
           f"{'time a token':>14}{'predicted':>11}{'ours is':>9}")  # fmt: skip
     first: dict[str, float] = {}
     for T in args.lengths:
-        args.length, args.windows = T, max(1, args.tokens // T)
+        args.length, args.windows, args.accumulate = T, max(1, args.tokens // T), 1
         contestants = []
         for names in [[name] for name in args.contestants] if args.apart else [args.contestants]:
             together = [Contestant(name, args) for name in names]

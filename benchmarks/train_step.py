@@ -2,12 +2,13 @@
 transformers' model, and stays so with dropout.
 
 python benchmarks/train_step.py [--contestants ours eager compiled] [--size gpt2_124m] [--windows 4]
-    [--rounds 3] [--device cuda] [--dtype bfloat16] [--cold]
+    [--accumulate 4] [--rounds 3] [--device cuda] [--dtype bfloat16] [--cold]
 
 Contestants: `ours`, `whole` (ours, compiled as a whole instead of block by block), `eager` and
 `compiled` (transformers' GPT2LMHeadModel; eager as it comes, in float32); with `+dropout` 0.1 in
 all three places, else none. All but `eager` run under autocast to --dtype, by default what a run
-would choose on this device. All use fused AdamW and clip at 1. Each is a process of its own, for
+would choose on this device. A step is --accumulate micro-batches of --windows windows, a clip at 1
+and one update by fused AdamW. Each is a process of its own, for
 its peak memory; they take a step in turn, one at a time, so that whatever disturbs the machine
 disturbs all. The first step is reported apart: with --cold, with an empty compile cache and then,
 in a new process, with the one that it filled.
@@ -89,13 +90,16 @@ def seconds(machine: Runtime, what: Callable[..., object], *arguments: Tensor) -
     return statistics.median(taken)
 
 
-def stepper(loss_of: Callable[[], Tensor], model: torch.nn.Module) -> Callable[[], float]:
+def stepper(
+    loss_of: Callable[[], Tensor], model: torch.nn.Module, micro_batches: int
+) -> Callable[[], float]:
     config = AdamWConfig(lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     optimizer = build_optimizer(model, config)
 
     def step() -> float:
-        loss = loss_of()
-        loss.backward()
+        for _ in range(micro_batches):
+            loss = loss_of()
+            (loss / micro_batches).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -105,7 +109,7 @@ def stepper(loss_of: Callable[[], Tensor], model: torch.nn.Module) -> Callable[[
 
 
 def build(
-    name: str, size: str, B: int, T: int, machine: Runtime
+    name: str, size: str, B: int, T: int, micro_batches: int, machine: Runtime
 ) -> tuple[Callable[[], float], Callable[[], float], float]:
     """A contestant's step, the time of its products and attention alone, operations a token."""
     L, H, C, _ = SIZES[size]
@@ -133,7 +137,10 @@ def build(
                 total: Tensor = loss(x, y)
             return total / (B * T)
 
-        return stepper(ours, model), lambda: kernels(B, T, L, H, C, p, machine), work
+        def alone() -> float:
+            return micro_batches * kernels(B, T, L, H, C, p, machine)
+
+        return stepper(ours, model, micro_batches), alone, work
     from transformers import GPT2Config, GPT2LMHeadModel
 
     theirs = GPT2LMHeadModel(
@@ -151,11 +158,11 @@ def build(
         with machine.autocast():
             return called(x, labels=x).loss  # type: ignore[no-any-return]
 
-    return stepper(transformers, theirs), lambda: 0.0, work
+    return stepper(transformers, theirs, micro_batches), lambda: 0.0, work
 
 
 def kernels(B: int, T: int, L: int, H: int, C: int, p: float, machine: Runtime) -> float:
-    """Seconds that a step's matrix products and attention take alone, forward and backward."""
+    """Seconds that a micro-batch's matrix products and attention take alone, both ways."""
     N, total, dtype = B * T, 0.0, machine.dtype
 
     def normal(*shape: int) -> Tensor:
@@ -200,7 +207,7 @@ def peak_gb(machine: Runtime) -> float:
 def child(name: str, args: argparse.Namespace) -> None:
     """Answers each line on stdin with one of JSON: `step` or `kernels`, and the peak memory."""
     machine = on_this_machine(args.device, args.dtype)
-    step, alone, work = build(name, args.size, args.windows, args.length, machine)
+    step, alone, work = build(name, args.size, args.windows, args.length, args.accumulate, machine)
     for line in sys.stdin:
         begun = time.perf_counter()
         value = alone() if line.strip() == "kernels" else step()
@@ -215,6 +222,7 @@ class Contestant:
         command = [sys.executable, str(Path(__file__).resolve()), "--child", name]
         command += ["--size", args.size, "--device", args.device, "--dtype", args.dtype]
         command += ["--windows", str(args.windows), "--length", str(args.length)]
+        command += ["--accumulate", str(args.accumulate)]
         environment = {**os.environ, **({"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {})}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -246,6 +254,7 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", default=["ours", "eager"])
     parser.add_argument("--size", default="gpt2_124m", choices=SIZES)
     parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--length", type=int, help="T; default: the size's own")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="auto")
@@ -263,8 +272,8 @@ def main() -> None:
     print(f"machine: {name_of(machine)}")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"command: python {shlex.join(sys.argv)}")
-    tokens = args.windows * args.length
-    print(f"{args.size}, {args.windows} windows of {args.length} tokens a step")
+    tokens = args.accumulate * args.windows * args.length
+    print(f"{args.size}, {args.accumulate} x {args.windows} windows of {args.length} tokens a step")
     if args.cold:
         with tempfile.TemporaryDirectory() as cache:
             for what in ("empty", "filled"):
