@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpt.attention_dropout import attend
+from gpt.cpu_attention import attend
 
 LENGTHS = (512, 1024, 2048, 4096)
 WAYS = ("sdpa, no dropout", "ours, dropout", "sdpa, dropout")

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpt import runtime
-from gpt.attention_dropout import attend
+from gpt.cpu_attention import attend
 from gpt.config import AdamWConfig, Attention, DType, Parallel, RuntimeConfig
 from gpt.loss import NextTokenLoss, chunk_rows
 from gpt.metrics import flops_per_token, peak_flops
@@ -184,8 +184,8 @@ def kernels(B: int, T: int, L: int, H: int, C: int, p: float, machine: Runtime) 
     grad = normal(B, T, C)
 
     def attention() -> None:
-        if p and machine.device.type == "cpu":
-            out = attend(qkv, H, p, torch.tensor(1))
+        if machine.device.type == "cpu":
+            out = attend(qkv, H, p, torch.tensor(1) if p else None)
         else:
             q, k, v = qkv.view(B, T, 3, H, -1).permute(2, 0, 3, 1, 4)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)

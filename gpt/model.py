@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt.attention_dropout import attend, keep_mask
 from gpt.config import GPTConfig as GPTConfig  # noqa: PLC0414  (people import it from here)
+from gpt.cpu_attention import attend, keep_mask
 
 INIT_STD = 0.02
 LAYER_NORM_EPS = 1e-5
@@ -97,10 +97,9 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         """q, k, v side by side [B, T, 3C] → what each head found, side by side [B, T, C]."""
         B, T, C3 = qkv.shape
-        if self.attention == "flash" and dropout and qkv.device.type == "cpu":
-            assert seed is not None
-            dropped: Tensor = attend(qkv, self.n_head, dropout, seed, mask)
-            return dropped
+        if self.attention == "flash" and qkv.device.type == "cpu":
+            attended: Tensor = attend(qkv, self.n_head, dropout, seed, mask)
+            return attended
         q, k, v = qkv.view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # [B, H, T, D] each
         if self.attention == "flash":
             y = F.scaled_dot_product_attention(
@@ -158,8 +157,8 @@ def _embedding(rows: int, columns: int) -> nn.Embedding:
 class GPT(nn.Module):
     """GPT-2. `model(idx)` maps ids [B, T] to logits [B, T, V].
 
-    `attention`: "flash" (scaled_dot_product_attention) or "reference" (written out); the
-    parameters are the same.
+    `attention`: "flash" (scaled_dot_product_attention, on a CPU gpt/cpu_attention.py) or
+    "reference" (written out); the parameters are the same.
     """
 
     def __init__(self, config: GPTConfig, attention: str = "flash") -> None:

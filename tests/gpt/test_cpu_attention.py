@@ -1,4 +1,4 @@
-"""Attention dropout on a CPU: what is dropped, that it is the same on every path, and gradients."""
+"""Attention on a CPU: what is dropped, that it is the same on every path, and gradients."""
 
 import math
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpt import attention_dropout
-from gpt.attention_dropout import attend, keep_mask
+from gpt import cpu_attention
+from gpt.cpu_attention import attend, keep_mask
 from gpt.loss import NextTokenLoss
 from gpt.model import GPT, GPTConfig, document_layout, reference_attention
 from gpt.runtime import compile_blocks, seed_dropout
@@ -55,9 +55,17 @@ def test_the_mask_by_hand() -> None:
             keys = [mix(mix(SEED.item()) + i * 0x9E3779B97F4A7C15 & 2**64 - 1) for i in places]
             for i in range(T):
                 for j in range(T):
-                    x = signed((keys[i] >> 32 | 1) * (keys[j] | 1))
-                    x = signed((x ^ x >> 15) * 0x2C1B3C6D)
-                    assert keep[b, h, i, j].item() == ((x + 2**31) / 2**32 >= p)
+                    x = signed((keys[i] >> 32 | 1) * (keys[j // 2] | 1))
+                    x = (x ^ x >> 15) * 0x2C1B3C6D
+                    half = (x >> 16 * (j % 2)) % 2**16  # signed: the upper half is the lower one
+                    assert keep[b, h, i, j].item() == ((half ^ 2**15) >= round(p * 2**16))
+
+
+def test_extreme_rates() -> None:
+    """A hash has 16 bits: what is rarer than one in 65,536 happens as often as that."""
+    for p, kept in ((1e-9, 1.0), (1 - 1e-9, 0.0)):
+        share = keep_mask(SEED, 1, 1, 512, p).double().mean().item()
+        assert share == pytest.approx(kept, abs=1e-4)
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
@@ -78,33 +86,35 @@ def test_what_is_dropped_looks_drawn(p: float) -> None:
     assert torch.linalg.matrix_norm(z[0, 0], 2).item() < 2 * math.sqrt(T) * 1.15
 
 
-@pytest.fixture(params=[(128, 2**18), (1, 1), (16, 2000), (7, 500)])
+@pytest.fixture(params=[(128, 2**19), (1, 1), (16, 2000), (7, 500)])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of several sizes: rows, and scores (which decides how many heads go together)."""
     rows, scores = request.param
-    monkeypatch.setattr(attention_dropout, "QUERY_ROWS", rows)
-    monkeypatch.setattr(attention_dropout, "SCORES_PER_THREAD", scores)
+    monkeypatch.setattr(cpu_attention, "QUERY_ROWS", rows)
+    monkeypatch.setattr(cpu_attention, "SCORES_PER_THREAD", scores)
 
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("T", [1, 16, 45, 150])
 @pytest.mark.parametrize("documents", [False, True])
-def test_blocks_against_whole_matrices(T: int, documents: bool) -> None:
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_blocks_against_whole_matrices(T: int, documents: bool, p: float) -> None:
     """Output and gradient in float64, for every size of blocks the same function."""
-    p, mask = 0.3, None
+    mask = None
     if documents:
         ids = torch.randint(0, 9, (B, T), generator=torch.Generator().manual_seed(1))
         _, mask = document_layout(ids, end=0)
     qkv, grad = inputs(T)
     ours = attend(qkv, H, p, SEED, mask)
-    whole = written_out(qkv, p, keep_mask(SEED, B, H, T, p), mask)
+    keep = keep_mask(SEED, B, H, T, p) if p else torch.ones(T, T)
+    whole = written_out(qkv, p, keep, mask)
     torch.testing.assert_close(ours, whole, atol=1e-12, rtol=0)
     (a,), (b,) = torch.autograd.grad(ours, qkv, grad), torch.autograd.grad(whole, qkv, grad)
     torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
 def test_gradient_by_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_dropout, "QUERY_ROWS", 4)
+    monkeypatch.setattr(cpu_attention, "QUERY_ROWS", 4)
     qkv, _ = inputs(7)
     assert torch.autograd.gradcheck(lambda x: attend(x, H, 0.4, SEED), (qkv,))
 
