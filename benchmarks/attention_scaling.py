@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
+from gpt.cpu_attention import attend
 from gpt.model import reference_attention
 
 LENGTHS = (512, 1024, 2048, 4096)
@@ -31,36 +32,37 @@ LENGTHS = (512, 1024, 2048, 4096)
 @torch.no_grad()
 def measure(path: str, length: int, heads: int, head_dim: int, device: str) -> dict[str, float]:
     """Seconds (best of five), megabytes of peak memory above the inputs, counted FLOPs."""
-    q, k, v = (torch.randn(1, heads, length, head_dim, device=device) for _ in range(3))
+    qkv = torch.randn(1, length, 3 * heads * head_dim, device=device)
 
-    def attend() -> None:
+    def once(qkv: torch.Tensor) -> None:
+        q, k, v = qkv.view(1, -1, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
         if path == "reference":
             reference_attention(q, k, v, 0.0)
+        elif device == "cpu":
+            attend(qkv, heads)
         else:
             scaled_dot_product_attention(q, k, v, is_causal=True)
         if device == "cuda":
             torch.cuda.synchronize()
 
-    small = q[:, :, :64]
-    reference_attention(small, small, small, 0.0)  # libraries take memory of their own once
-    scaled_dot_product_attention(small, small, small, is_causal=True)
+    once(qkv[:, :64].contiguous())  # libraries take memory of their own once
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        attend()
+        once(qkv)
         peak = (torch.cuda.max_memory_allocated() - before) / 1e6
     else:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        attend()
+        once(qkv)
         peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        attend()
+        once(qkv)
         seconds.append(time.perf_counter() - started)
     counter = FlopCounterMode(display=False)
     with counter:
-        attend()
+        once(qkv)
     return {"seconds": min(seconds), "megabytes": peak, "flops": counter.get_total_flops()}
 
 

@@ -22,7 +22,7 @@ import yaml
 
 from gpt import runtime
 from gpt.config import AdamWConfig, GPTConfig
-from gpt.loss import NextTokenLoss
+from gpt.loss import NextTokenLoss, chunk_rows
 from gpt.model import GPT
 from gpt.optimizer import build_optimizer
 
@@ -104,7 +104,6 @@ def main() -> None:
         for bf16 in (False, True):
             for again in (False, True):
                 for p in (0.0, 0.1):
-                    # attention's own dropout keeps a mask of its own on a CPU: not here
                     c = GPTConfig(
                         block_size=T,
                         vocab_size=500,
@@ -112,13 +111,17 @@ def main() -> None:
                         n_head=4,
                         n_embd=C,
                         embd_dropout=p,
-                        attn_dropout=0.0,
+                        attn_dropout=p,
                         resid_dropout=p,
                     )
                     # on a CPU a mask is of the dtype it is applied to
                     mask = (2 if bf16 else 4) if p else 0
                     parts = activations(c, windows, bf16, again, mask)
                     parts["one block again"] = 0  # it comes and goes later
+                    if not again:  # a CPU's attention keeps no sums of exponentials
+                        parts["blocks"] -= L * 4 * c.n_head * windows * T
+                    if p:  # the seeds of attention's
+                        parts["rest"] += 8 * L
                     if p and bf16:  # the embedding's is of float32
                         parts["rest"] += 2 * C * windows * T
                     formula, found = sum(parts.values()), measured(c, windows, bf16, again)
@@ -133,7 +136,7 @@ def main() -> None:
     c = shape(args.model)
     P, blocks = n_params(c)
     rest = P - blocks
-    chunk = 2048 * 6 * (-(-50257 // 64) * 64)  # logits of the head, in bfloat16 and float32
+    chunk = chunk_rows(torch.bfloat16) * 2 * (-(-50257 // 64) * 64)  # logits of the head
     print(f"\n{args.model}, {P:,} parameters with padding, bfloat16, dropout in all places, GB")
     print(f"{'':34}{'state':>8}{'gathered':>10}{'kept':>8}{'head':>7}{'sum':>8}")
     for name, n, again, windows in (

@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpt import runtime
-from gpt.cpu_attention import attend
 from gpt.config import AdamWConfig, Attention, DType, Parallel, RuntimeConfig
+from gpt.cpu_attention import attend
 from gpt.loss import NextTokenLoss, chunk_rows
 from gpt.metrics import flops_per_token, peak_flops
 from gpt.model import GPT, GPTConfig
@@ -175,7 +175,7 @@ def kernels(B: int, T: int, L: int, H: int, C: int, p: float, machine: Runtime) 
         x, w, d = normal(N, n_in), normal(n_out, n_in), normal(N, n_out)
         total += L * time_of(F.linear, x, w, normal(n_out))
         total += L * (time_of(torch.mm, d, w) + time_of(torch.mm, d.t(), x))
-    rows, padded = min(N, chunk_rows(machine.device, dtype)), -(-V // 64) * 64
+    rows, padded = min(N, chunk_rows(dtype)), -(-V // 64) * 64
     x, w, d = normal(rows, C), normal(padded, C), normal(rows, padded)  # the head's, chunk by chunk
     out, dw = torch.empty_like(d), torch.zeros_like(w)
     chunk = time_of(lambda: torch.mm(x, w.t(), out=out)) + time_of(torch.mm, d, w)

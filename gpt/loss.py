@@ -18,25 +18,40 @@ from gpt.model import GPT
 IGNORE = -1  # a target that is no token: it adds nothing to loss or gradient
 
 
-# What `softmax_and_gradient` does, as it is or compiled.
+# (logits [rows, padded V], targets [rows], V, with_grad) → summed loss in float32. With with_grad,
+# d loss / d logits takes the logits' place, but for rows without a target.
 Softmax = Callable[[Tensor, Tensor, int, bool], Tensor]
 
+CPU_SOFTMAX_ROWS = 16  # at once: 3 MB in float32 with GPT-2's vocabulary, near the caches
 
-def chunk_rows(device: torch.device, dtype: torch.dtype) -> int:
-    """Rows at once. In float32 on a CPU a chunk's logits should stay near the caches; elsewhere
-    each chunk costs a pass over the weight's gradient, so there should be few."""
-    return 256 if device.type == "cpu" and dtype == torch.float32 else 2048
+
+def chunk_rows(dtype: torch.dtype) -> int:
+    """Rows at once: 206 MB of logits with GPT-2's vocabulary. More would be memory; fewer, more
+    passes over the gradient of the weight."""
+    return 4096 // dtype.itemsize
+
+
+def softmax_by_rows(logits: Tensor, targets: Tensor, vocab_size: int, with_grad: bool) -> Tensor:
+    """A `Softmax` by torch's kernels. On a CPU a few rows go through all of them before the next:
+    their float32 numbers then needn't travel to memory and back between two kernels."""
+    logits[:, vocab_size:] = float("-inf")
+    at_once = CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else len(logits)
+    total = torch.zeros((), dtype=torch.float32, device=logits.device)
+    for rows, target in zip(logits.split(at_once), targets.split(at_once)):
+        log_p = torch.log_softmax(rows, dim=1, dtype=torch.float32)
+        index = target.clamp_min(0).unsqueeze(1)
+        total -= (log_p.gather(1, index).squeeze(1) * (target != IGNORE)).sum()
+        if with_grad:  # softmax − one-hot
+            grad = log_p.exp_()
+            rows.copy_(grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0)))
+    return total
 
 
 def softmax_and_gradient(
     logits: Tensor, targets: Tensor, vocab_size: int, with_grad: bool
 ) -> Tensor:
-    """Summed loss of a chunk, float32; with_grad, d loss / d logits takes the logits' place.
-
-    logits [rows, padded V], targets int64 [rows]. Written to be compiled: that makes a few passes
-    over the logits with nothing of their size beside them, where torch's kernels, one after the
-    other, write a float32 copy and go over it again and again. A GPU waits for memory here
-    (docs/decisions.md), a CPU doesn't.
+    """A `Softmax` written to be compiled: that makes a few passes over the logits with nothing of
+    their size beside them. For GPUs, which would wait for memory here (docs/decisions.md).
     """
     columns = torch.arange(logits.shape[1], device=logits.device)
     x = logits.float().masked_fill(columns >= vocab_size, float("-inf"))
@@ -61,42 +76,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         dtype: torch.dtype,
         with_grad: bool,
-        softmax: Softmax | None,
+        softmax: Softmax,
     ) -> Tensor:
         w = weight.to(dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if with_grad else None
         d_weight = torch.zeros_like(weight) if with_grad else None
-        chunks = -(-len(hidden) // chunk_rows(hidden.device, dtype))
+        chunks = -(-len(hidden) // chunk_rows(dtype))
         size = -(-len(hidden) // chunks)  # all of a size, for compiled code and the buffers
-        # Buffers for all chunks: memory fresh from the system costs as much as the softmax.
-        logits_buffer = hidden.new_empty(size, len(weight), dtype=dtype)
-        log_p_buffer = torch.empty_like(logits_buffer, dtype=torch.float32) if not softmax else None
+        # One buffer for all chunks: memory fresh from the system costs as much as the softmax.
+        buffer = hidden.new_empty(size, len(weight), dtype=dtype)
         for rows in range(0, len(hidden), size):
             chunk = slice(rows, rows + size)
             x, target = hidden[chunk].to(dtype), targets[chunk]
-            counted = target != IGNORE
-            logits = torch.mm(x, w.t(), out=logits_buffer[: len(x)])  # [rows, padded V]
-            if log_p_buffer is None:
-                assert softmax is not None
-                total += softmax(logits, target, vocab_size, with_grad)
-                grad = logits
-            else:
-                logits[:, vocab_size:] = float("-inf")
-                log_p = log_p_buffer[: len(x)]
-                torch.log_softmax(logits, dim=1, dtype=torch.float32, out=log_p)
-                index = target.clamp_min(0).unsqueeze(1)
-                total -= (log_p.gather(1, index).squeeze(1) * counted).sum()
-                if with_grad:
-                    # d loss / d logits = softmax − one-hot. Where nothing is to be predicted it is
-                    # 0, for which C numbers a row are set to zero below and not V.
-                    grad = log_p.exp_()
-                    grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0))
-                    if dtype != torch.float32:
-                        grad = logits.copy_(grad)
+            grad = torch.mm(x, w.t(), out=buffer[: len(x)])  # [rows, padded V], so far logits
+            total += softmax(grad, target, vocab_size, with_grad)
             if d_hidden is not None and d_weight is not None:
-                d_hidden[chunk] = (grad @ w).mul_(counted.unsqueeze(1))
-                x = x * counted.unsqueeze(1)
+                # Where nothing is to be predicted the gradient is 0: set here in C numbers a row.
+                counted = (target != IGNORE).unsqueeze(1)
+                d_hidden[chunk] = (grad @ w).mul_(counted)
+                x = x * counted
                 if dtype == torch.float32:
                     d_weight.addmm_(grad.t(), x)
                 else:
@@ -119,14 +118,13 @@ def cross_entropy_sum(
     weight: Tensor,
     targets: Tensor,
     vocab_size: int,
-    softmax: Softmax | None = None,
+    softmax: Softmax = softmax_by_rows,
 ) -> Tensor:
     """Sum of −log p(target) in nats, float32.
 
     hidden [N, C], weight [padded V, C], targets int64 [N] (−1: not counted) → scalar. Columns from
     `vocab_size` on are padding: no probability, no gradient. Under autocast the products run in
-    its dtype, softmax and sum in float32 always. `softmax`: `softmax_and_gradient`, compiled; None
-    where it isn't.
+    its dtype, softmax and sum in float32 always.
     """
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -147,7 +145,7 @@ class NextTokenLoss(nn.Module):
         super().__init__()
         self.model = model
         self.document_end = document_end
-        self.softmax: Softmax | None = None  # or that, compiled
+        self.softmax: Softmax = softmax_by_rows  # or softmax_and_gradient, compiled
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.model.trunk(x, self.document_end)  # [B, T, C]

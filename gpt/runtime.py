@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gpt.config import DType, RuntimeConfig
-from gpt.loss import NextTokenLoss, softmax_and_gradient
+from gpt.loss import NextTokenLoss, softmax_and_gradient, softmax_by_rows
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ def compile_softmax(loss_of: NextTokenLoss) -> None:
 
 def uncompile(loss_of: NextTokenLoss) -> None:
     """Back to eager, on a machine where compiling failed."""
-    loss_of.softmax = None
+    loss_of.softmax = softmax_by_rows
     for block in _blocks(loss_of.model):
         block.body = block._body
 

@@ -31,7 +31,7 @@ def plainly(train_run: TrainRun) -> Callable[..., list[float]]:
     """Attention written out, loss over all logits at once, AdamW tensor by tensor, no compiler."""
 
     def cross_entropy(
-        hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softmax: None
+        hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softmax: loss.Softmax
     ) -> Tensor:
         return F.cross_entropy(hidden @ weight[:vocab_size].t(), targets, reduction="sum")
 
